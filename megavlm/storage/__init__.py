@@ -1,6 +1,6 @@
-"""Folders in object stores and other file systems that fsspec knows, and how URLs that name them differ from paths.
+"""Access folders in object stores and other file systems through fsspec; recognise and check the URLs that name them.
 
-A URL that would not do what it seems to do, or would put a secret into files, is refused.
+A misleading URL, or a URL that would put a secret into files, is refused.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ _SECRET = re.compile(r"(?<=://)[^/@\s]+@|[?&](?:[A-Za-z0-9._-]+=)\S*")
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text names a place by URL, and not by path."""
+    """Return whether a text is a URL (with a scheme and `://`) and not a path."""
     return bool(_URL.match(text))
 
 
 def complaint(url: str) -> str | None:
-    """Return what is wrong with a URL and what to do, or None. Whatever follows is written to files and logs."""
+    """Return an error message for a URL that is not supported, with the remedy; None for a valid URL.
+
+    Passwords and signatures are refused, since URLs are written to files and logs.
+    """
     _, _, rest = url.partition("://")
     host = rest.partition("/")[0]
     if "@" in host or "?" in rest:
@@ -32,5 +35,5 @@ def complaint(url: str) -> str | None:
 
 
 def without_secrets(text: str) -> str:
-    """Return a message of a library without what may be a password, a signature or a token of a URL."""
+    """Remove possible passwords, signatures and tokens of URLs from a library's message."""
     return _SECRET.sub("", text)

@@ -1,6 +1,6 @@
-"""Copies on this machine of folders and files that URLs name, made once for all processes.
+"""Cache local copies of folders and files at URLs, each made once for all processes of this machine.
 
-A copy is a folder whose name is a hash of the URL and of the versions of the files in it, so that a copy never changes.
+A copy is a folder whose name is a hash of the URL and of the versions of its files, so that a copy never changes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from megavlm.storage import complaint, hub, is_url, without_secrets
 from megavlm.storage.store import Moved, Store, StoreError
 from megavlm.storage.transfer import move, with_retries
 
-# What is copied of a folder: no code, and no second copy of the weights in another format.
+# Suffixes of the files that are copied: no code, and no second copy of the weights in another format.
 SUFFIXES = (
     *(".json", ".txt", ".model", ".jinja", ".tiktoken", ".safetensors"),  # Hugging Face folders
     *(".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".tar"),  # data sets
 )
-SPLIT = ".nv-meta/split.yaml"  # the file beside tars in which energon notes which of them are trained on
+SPLIT = ".nv-meta/split.yaml"  # energon's file in a folder of tars that lists the tars of each split
 DATASETS = "--datasets"  # the option whose repositories are data sets
-# How a pointer of git-lfs begins, which files that are read may be one, and how many of a folder are looked at.
+# First bytes of a git-lfs pointer, the suffixes of files that are checked for it, and how many of a folder are.
 _POINTER, _READ, _LOOKED_AT = b"version https://git-lfs", {".safetensors", ".json", ".model"}, 1000
 
 
 def local_path(place: str, option: str, *, weights: bool = True) -> Path:
-    """Return a path as it is, and for a URL or the name of a repository of the Hugging Face hub the folder or file on
-    this machine that has its content.
+    """Return the local path of a place: a path unchanged, or the copy of a URL or of a Hugging Face hub repository.
 
-    Of a folder, the files with a suffix of SUFFIXES are copied, and none of folders in it but SPLIT. Of a model's
-    repository, `weights` are fetched only where they are asked for. `option` names the flag in messages. Raises
-    UserError for a place that is not there, StoreLost where the store does not answer.
+    Of a folder at a URL, the files with a suffix in SUFFIXES are copied, and none of its subfolders except SPLIT. The
+    weights of a model's repository are fetched only if `weights`. `option` names the flag in messages. Raises UserError
+    if the place does not exist or cannot be used, StoreLost if the store does not answer.
     """
     if not is_url(place) or hub.repository(place, option, is_data=option == DATASETS):
         path = _from_hub(place, option, weights=weights) or Path(place)
@@ -55,21 +54,21 @@ def local_path(place: str, option: str, *, weights: bool = True) -> Path:
 
 
 def is_here(place: str) -> bool:
-    """Return whether a model is on this machine: in a folder, or in the Hugging Face cache with its weights."""
+    """Return whether a model is on this machine, as a folder or, with its weights, in the Hugging Face cache."""
     found = hub.repository(place, "")
     return hub.is_cached(found) if found is not None else not is_url(place) and Path(place).is_dir()
 
 
 @functools.cache
 def _from_hub(place: str, option: str, *, weights: bool) -> Path | None:
-    """Return the folder of a repository that the place names; None if it names none."""
+    """Return the local folder of the repository that `place` names, fetched if needed; None for another place."""
     found = hub.repository(place, option, is_data=option == DATASETS)
     if found is None or not found.is_data:
         return None if found is None else hub.model_folder(found, weights=weights)
     data: hub.Repository = found
 
     def link(folder: Path) -> None:
-        """Make the folder with links to the files of the training split, in their order."""
+        """Fill the folder with symbolic links to the files of the training split, numbered in order."""
         temporary, files = folder.with_name(f"tmp-{folder.name}"), hub.data_files(data)
         for each in (folder, temporary):
             shutil.rmtree(each, ignore_errors=True)
@@ -83,7 +82,7 @@ def _from_hub(place: str, option: str, *, weights: bool) -> Path | None:
 
 
 def _pulled(path: Path, option: str) -> Path:
-    """Return a model's file or folder. Raises UserError if it has a pointer of git-lfs in place of a file."""
+    """Return a model's file or folder unchanged. Raises UserError if it has a git-lfs pointer in place of a file."""
     with contextlib.suppress(OSError):
         files = itertools.islice(path.iterdir(), _LOOKED_AT) if path.is_dir() else (path,)
         for file in (each for each in files if each.suffix in _READ):
@@ -107,7 +106,7 @@ def _copied(url: str) -> Path:
 
 
 def _kept(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Return a folder of copies or links, which one process makes if it is not there or its links lead nowhere."""
+    """Return a folder of copies or links; one process makes it if it is missing or has a dangling link."""
     lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that makes it
@@ -119,7 +118,7 @@ def _kept(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def home() -> Path:
-    """Return the folder of copies, which is made: MEGAVLM_CACHE, or megavlm in the user's cache."""
+    """Return megavlm's cache folder, created if missing: MEGAVLM_CACHE, or `megavlm` in the user's cache folder."""
     given = os.environ.get("MEGAVLM_CACHE") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megavlm"
     )
@@ -128,10 +127,10 @@ def home() -> Path:
 
 
 def _listed(url: str) -> tuple[Store, dict[str, tuple[int, str]], bool]:
-    """Return the store, the size and version of each file that is copied, and whether the URL is a folder."""
+    """Return the store, the (size, version) of each file to copy, and whether the URL is a folder."""
     store = Store.at(url)
     parent, _, name = url.rstrip("/").rpartition("/")
-    if not (url.startswith("http") and url.endswith(SUFFIXES)):  # by http, a list is a page, and all of it is read
+    if not (url.startswith("http") and url.endswith(SUFFIXES)):  # by http, listing a file would download it as a page
         found = {name: each for name, each in store.versions().items() if "/" not in name and name.endswith(SUFFIXES)}
         if any(each.endswith(".tar") for each in found):
             notes, _, split = SPLIT.partition("/")
@@ -148,7 +147,7 @@ def _listed(url: str) -> tuple[Store, dict[str, tuple[int, str]], bool]:
 
 
 def _copy(folder: Path, store: Store, sizes: Mapping[str, int]) -> None:
-    """Copy files into a folder that appears when all are there. Raises UserError where the disk has no room."""
+    """Copy files into a folder that appears when all are copied. Raises UserError if the disk has too little space."""
     needed, temporary = sum(sizes.values()), folder.with_name(f"tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     if needed > (free := shutil.disk_usage(home()).free):

@@ -1,7 +1,8 @@
-"""Repositories of the Hugging Face hub by name: taken from its local cache, or fetched into it.
+"""Find repositories of the Hugging Face hub by name in its local cache, or fetch them into the cache.
 
-`huggingface_hub` is imported only where something is fetched. Nothing of a repository is executed, and no pickled
-weights are fetched. A repository that is in the cache is used as it is there, without a look at the network.
+`huggingface_hub` is imported only to fetch. No code of a repository is executed, and no pickled weights are fetched. A
+model that is complete in the cache is used without access to the network. For a data set, the hub is asked first; the
+cache is used if the hub cannot be reached.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from megavlm.paths import read_bytes
 _NAME = re.compile(
     r"(?:https://(?:huggingface\.co|hf\.co)/(?:datasets/)?)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/tree/main)?(?:/(?P<part>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
 )
-_SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of a model: all but its weights
+_SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # files of a model other than its weights
 _WEIGHTS, _INDEX, _WHOLE = ".safetensors", "model.safetensors.index.json", "model.safetensors"
-# Of a data set: the first of these that it has.
+# Formats of data files; of a data set, files of the first format that it has are used.
 _DATA = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json", "dataset_info.json")
 _TRAIN = re.compile(r"(?:^|[/._ -])train(?:ing)?(?=$|[/._ -])")
@@ -37,12 +38,13 @@ _LARGEST = 2**24  # bytes of a repository's README
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of models or data sets, as an option names it: OWNER/NAME, of data also OWNER/NAME/CONFIGURATION,
-    each with @REVISION where another than `main` is meant.
+    """A model or data set repository, named by an option as OWNER/NAME[@REVISION].
+
+    A data set may also be OWNER/NAME/CONFIGURATION[@REVISION]. The default revision is `main`.
     """
 
-    place: str  # as it was written
-    option: str  # which names it
+    place: str  # the name as given to the option
+    option: str
     name: str
     part: str | None  # a configuration of a data set
     revision: str
@@ -50,7 +52,7 @@ class Repository:
 
     @property
     def cached(self) -> Path | None:
-        """Return the folder of the cache that has files of the revision, maybe not all; None if there is none."""
+        """Return the cache's snapshot folder of the revision, which may be incomplete; None if there is none."""
         home = self._home
         try:
             commit = (home / "refs" / self.revision).read_text(encoding="utf-8").strip()
@@ -67,7 +69,7 @@ class Repository:
         return UserError(f"{self.option} {self.place} {what}")
 
     def unreachable(self, why: str) -> UserError:
-        """Return an error that says how to fetch the repository where there is a network."""
+        """Return the error for a hub that cannot be reached, with the command to fetch the repository elsewhere."""
         kind = " --repo-type dataset" if self.is_data else f" --local-dir {self.place}"
         kind = kind if "://" not in self.place else kind.partition(" --local-dir")[0]  # into the cache
         revision = "" if self.revision == "main" else f" --revision {self.revision}"
@@ -78,7 +80,7 @@ class Repository:
 
 
 def repository(place: str, option: str, *, is_data: bool = False) -> Repository | None:
-    """Return the repository that a place may name; None for anything that is on this machine, or cannot be a name."""
+    """Return the repository that `place` may name; None if it exists as a path or cannot be a repository's name."""
     found = _NAME.fullmatch(place)
     if found is None or (found["part"] and not is_data) or os.path.lexists(place):
         return None
@@ -88,13 +90,13 @@ def repository(place: str, option: str, *, is_data: bool = False) -> Repository 
 
 
 def commit_of(place: str, *, is_data: bool = False) -> str | None:
-    """Return the commit of a repository whose files a run reads from the cache; None for a folder or a URL."""
+    """Return the cached commit of the repository that `place` names; None for a folder, a URL or an uncached one."""
     found = repository(place, "", is_data=is_data)
     return found.cached.name if found is not None and found.cached is not None else None
 
 
 def cache() -> Path:
-    """Return the folder of Hugging Face's cache: HF_HUB_CACHE, or hub in HF_HOME."""
+    """Return the folder of Hugging Face's cache: HF_HUB_CACHE, or the folder `hub` in HF_HOME."""
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return Path(os.path.expandvars(given or Path(home, "hub"))).expanduser()
@@ -106,38 +108,45 @@ def is_cached(model: Repository) -> bool:
 
 
 def model_folder(model: Repository, *, weights: bool) -> Path:
-    """Return the folder that has a model: config.json, its tokenizer's files, and its `weights`. Raises UserError."""
+    """Return the folder of a model, fetched if needed: config.json, tokenizer files and, if `weights`, its weights.
+
+    Raises UserError.
+    """
     return _folder(model, lambda folder: _has_model(folder, weights), lambda fetch: _fetch_model(fetch, weights))
 
 
 def data_files(data: Repository) -> list[Path]:
-    """Return the files of the training split of a data set, in the order of their names. Raises UserError."""
+    """Return the files of a data set's training split, fetched if needed, in the order of names. Raises UserError."""
     folder = _folder(data, lambda folder: False, _fetch_data)
     return [folder / name for name in _chosen(data, _names_in(folder), folder)]
 
 
 def _folder(wanted: Repository, is_whole: Callable[[Path], bool], fetch: Callable[[_Fetch], Path]) -> Path:
-    """Return the folder of the cache, fetched if it is not whole; the library lets processes wait for one another."""
+    """Return the cache folder of a repository, fetched unless it is complete.
+
+    If the hub cannot be reached, a data set's cached folder is returned as it is, maybe incomplete. The library makes
+    concurrent processes wait for one another.
+    """
     if (found := wanted.cached) is not None and is_whole(found):
         return found
     try:
         return fetch(_Fetch(wanted))
     except _Unreachable as error:
-        # What others left in the cache may lack a file that nobody needs here: those who read it say so.
+        # The cached folder may lack a file that is not needed here; a reader of a missing file reports it.
         if found is not None and (wanted.is_data or _has_model(found, True)):
             return found
         raise wanted.unreachable(str(error)) from error
 
 
 class _Unreachable(Exception):
-    """The hub did not answer; the text says why."""
+    """Raised if the hub does not answer; the message says why."""
 
 
 class _Fetch:
-    """Fetches files of a repository."""
+    """Fetches files of a repository into the cache; `sizes` are its files' sizes in bytes, by name."""
 
     def __init__(self, wanted: Repository) -> None:
-        """Ask for the list of files. Raises UserError, _Unreachable."""
+        """Fetch the list of the repository's files. Raises UserError or _Unreachable."""
         self.wanted = wanted
         try:
             import huggingface_hub.errors
@@ -158,11 +167,11 @@ class _Fetch:
         return "dataset" if self.wanted.is_data else "model"
 
     def files(self, names: Sequence[str]) -> Path:
-        """Return the folder of the cache, in which these files then are."""
+        """Fetch the named files and return their folder in the cache. Raises UserError or _Unreachable."""
         if (size := sum(self.sizes[name] for name in names)) > 1e6:
             print(f"fetches {self.wanted.name} ({size / 1e9:.3f} GB) to {cache()}", flush=True)
         with self._errors():
-            # By its name, so that the cache remembers which commit that is.
+            # By the revision's name, so that the cache stores its commit.
             folder = self._library.snapshot_download(
                 self.wanted.name,
                 repo_type=self._kind,
@@ -174,7 +183,7 @@ class _Fetch:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise UserError for what the hub refuses, and _Unreachable where it does not answer."""
+        """Raise UserError if the hub refuses a request within this context, and _Unreachable if it does not answer."""
         errors, wanted = self._library.errors, self.wanted
         try:
             yield
@@ -190,7 +199,7 @@ class _Fetch:
             raise wanted.problem(
                 f"has no revision {wanted.revision} on the hub: leave it out, or name another"
             ) from error
-        except OSError as error:  # most of the hub's own errors and of those of its HTTP library are none
+        except OSError as error:  # most errors of the hub and of its HTTP library are not OSErrors
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise wanted.problem(f"has no room in {cache()}: make room, or set HF_HOME to another disk") from error
             raise _Unreachable(_reason(error)) from error
@@ -217,7 +226,7 @@ def _fetch_model(fetch: _Fetch, weights: bool) -> Path:
 
 
 def _weights_of(folder: Path, names: Sequence[str] | Mapping[str, int]) -> list[str]:
-    """Return the files of weights that belong to the model: some repositories have them twice."""
+    """Return the names of a model's safetensors files, without a second copy that some repositories have."""
     if (folder / _INDEX).exists():
         weight_map = read_json(folder / _INDEX).get("weight_map")
         return list(dict.fromkeys(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
@@ -227,7 +236,7 @@ def _weights_of(folder: Path, names: Sequence[str] | Mapping[str, int]) -> list[
 
 
 def _has_model(folder: Path, weights: bool) -> bool:
-    """Return whether a folder has config.json and, if asked for, all of the model's weights."""
+    """Return whether a folder has config.json and, if `weights`, all weights of the model."""
     if not (folder / "config.json").exists() or not weights:
         return (folder / "config.json").exists()
     names = _weights_of(folder, [file.name for file in folder.iterdir()])
@@ -246,8 +255,10 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _chosen(data: Repository, names: Sequence[str], folder: Path) -> list[str]:
-    """Return the names of the files of a data set's training split, as the package `datasets` finds them: by the
-    configurations in its README.md, else by names with `train` in them, else all. Raises UserError.
+    """Return the names of the files of a data set's training split, by the rules of the package `datasets`.
+
+    These are the files of the configuration in README.md, else files with `train` in their name, else all except other
+    splits. Raises UserError.
     """
     files = sorted(name for name in names if name.endswith(_DATA) and Path(name).name not in _NO_DATA)
     files = [name for name in files if not any(part.startswith((".", "_")) for part in name.split("/"))]
@@ -269,7 +280,7 @@ def _chosen(data: Repository, names: Sequence[str], folder: Path) -> list[str]:
 
 
 def _configurations(readme: Path) -> Mapping[str, Any]:
-    """Return what the README.md of a data set says of its configurations, by name; empty if it says nothing."""
+    """Return the configurations in a data set's README.md, by name; empty if it has none or cannot be read."""
     import yaml  # type: ignore[import-untyped, unused-ignore]
 
     try:
@@ -283,7 +294,7 @@ def _configurations(readme: Path) -> Mapping[str, Any]:
 
 
 def _of_configuration(data: Repository, configurations: Mapping[str, Any], files: Sequence[str]) -> list[str]:
-    """Return the files of the training split of the configuration that is named, or else of the default one."""
+    """Return the training files of the configuration `data.part`, else of the default one. Raises UserError."""
     known = list(configurations)
     shown = f"{', '.join(known[:12])}{f' and {len(known) - 12} more' if len(known) > 12 else ''}"
     default = [each for each in known if configurations[each].get("default")]

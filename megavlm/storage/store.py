@@ -1,6 +1,6 @@
-"""A folder in an object store, through fsspec: list, read, write, upload, download and delete the files in it.
+"""Access a folder in an object store through fsspec: list, read, write, upload, download and delete its files.
 
-fsspec and the libraries of a protocol (s3fs, gcsfs) are imported when a store is opened.
+fsspec and the library of a protocol (s3fs, gcsfs) are imported when a store is opened.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megavlm.files import open_new
 from megavlm.paths import open_regular
 from megavlm.storage import complaint, without_secrets
 
-Moved = Callable[[int], None]  # is called with the number of bytes that went through
+Moved = Callable[[int], None]  # progress callback, called with the number of further bytes transferred
 
-_PIECE = 2**22  # bytes that are copied at once where fsspec does not do it
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # protocol → what reads it
-_HTTP_LIMITS = {"total": 300, "sock_connect": 20, "sock_read": 60}  # seconds; `total` is of an answer
+_PIECE = 2**22  # bytes that are copied at once if fsspec does not copy whole files
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # protocol → package that reads it
+_HTTP_LIMITS = {"total": 300, "sock_connect": 20, "sock_read": 60}  # seconds; `total` is the limit of one response
 
 
 async def _http_client(**options: Any) -> Any:
-    """Return the session of a store by http(s), whose answers are bounded in time and come from its own host."""
+    """Return the client session of a store at http(s), with timeouts and without redirects to other hosts."""
     import aiohttp
     import yarl
 
@@ -42,7 +42,7 @@ async def _http_client(**options: Any) -> Any:
     return aiohttp.ClientSession(timeout=limits, trace_configs=[trace], **{**plain, **options})
 
 
-# One answer may be late, but a connection that is silent for longer is dead. A file goes in several parts at once.
+# Timeouts tolerate a late response, but not a dead connection. A file is transferred in several parts at once.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "s3": {"max_concurrency": 4, "config_kwargs": {"connect_timeout": 20, "read_timeout": 60}},
     "http": {"get_client": _http_client},
@@ -52,7 +52,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class StoreError(OSError):
-    """A store did not do what it was asked for. The message is one line; `final` says that to try again is useless."""
+    """Raised if an operation of a store fails. The message is one line; `final`: a retry would fail, too."""
 
     def __init__(self, message: str, *, final: bool = False) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class StoreError(OSError):
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of a store. Names of files in it are relative, with "/" between folders."""
+    """A folder in an object store or file system. Names of its files are relative, with "/" between folders."""
 
     url: str
     _system: Any
@@ -69,7 +69,7 @@ class Store:
 
     @classmethod
     def at(cls, url: str) -> Store:
-        """Open the folder at a URL or path, which need not exist. Raises UserError where nothing can open it."""
+        """Open the folder at a URL or path, which need not exist. Raises UserError if it cannot be opened."""
         if problem := complaint(url) if "://" in url else None:
             raise UserError(f"{without_secrets(url)} {problem}")
         from fsspec.core import url_to_fs
@@ -89,25 +89,25 @@ class Store:
         return cls(url.rstrip("/"), system, root.rstrip("/"))
 
     def below(self, name: str) -> Store:
-        """Return a folder in this one."""
+        """Return the subfolder `name` as a store."""
         return Store(f"{self.url}/{name}", self._system, f"{self._root}/{name}")
 
     def files(self) -> dict[str, int]:
-        """Return the sizes of all files in the folder and below, by name; none if there is no such folder."""
+        """Return the sizes of all files in the folder and its subfolders, by name; {} if the folder does not exist."""
         return {name: int(entry["size"] or 0) for name, entry in self._entries().items()}
 
     def versions(self) -> dict[str, tuple[int, str]]:
-        """Return, for each file in the folder itself, its size, and a text that changes when the file does."""
+        """Return (size, version) of each file directly in the folder; the version is a text that changes with it."""
         return {name: (int(entry["size"] or 0), _version(entry)) for name, entry in self._entries(maxdepth=1).items()}
 
     def version(self, name: str) -> tuple[int, str]:
-        """Return the size of a file, and a text that changes when the file does."""
+        """Return (size, version) of a file; the version is a text that changes with the file."""
         with self._errors("be read", name):
             entry = self._system.info(self._path(name))
             return int(entry["size"] or 0), _version(entry)
 
     def _entries(self, *, maxdepth: int | None = None) -> dict[str, Any]:
-        # By http, fsspec takes an answer that does not come for an empty folder.
+        # By http, fsspec by default treats a missing response as an empty folder.
         strict = {"on_error": "raise"} if "http" in self._system.protocol else {}
         with self._errors("be listed"):
             try:
@@ -122,7 +122,7 @@ class Store:
         }
 
     def read(self, name: str, *, at_most: int) -> bytes:
-        """Return the content of a file. Raises StoreError for one of more than `at_most` bytes."""
+        """Return the content of a file. Raises StoreError if it has more than `at_most` bytes or cannot be read."""
         with self._errors("be read", name):
             path = self._path(name)
             if (size := int(self._system.info(path)["size"])) > at_most:
@@ -131,7 +131,7 @@ class Store:
             return content
 
     def head(self, name: str, *, at_most: int) -> tuple[bytes, int]:
-        """Return the first bytes of a file, and its size."""
+        """Return the first `at_most` bytes of a file, and its size. Raises StoreError."""
         with self._errors("be read", name):
             path = self._path(name)
             size = int(self._system.info(path)["size"])
@@ -146,13 +146,13 @@ class Store:
                 yield piece
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file whole."""
+        """Write a file with the given content. Raises StoreError."""
         with self._errors("be written", name):
             self._make_folder(name)
             self._system.pipe_file(self._path(name), content)
 
     def upload(self, source: Path, name: str, moved: Moved = lambda count: None) -> None:
-        """Copy a local file to the store."""
+        """Copy a local file to the store, with progress reported to `moved`. Raises StoreError."""
         with self._errors("be written", name):
             self._make_folder(name)
             if self._system.async_impl:
@@ -164,7 +164,7 @@ class Store:
                     moved(len(piece))
 
     def download(self, name: str, target: Path, moved: Moved = lambda count: None) -> None:
-        """Copy a file of the store to a local file, whose folder is made."""
+        """Copy a file of the store to a local file, and create its folder. Raises StoreError."""
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._errors("be read", name):
             if self._system.async_impl:
@@ -176,7 +176,7 @@ class Store:
                     moved(len(piece))
 
     def modified(self, name: str) -> datetime:
-        """Return when a file was written."""
+        """Return the time at which a file was last modified. Raises StoreError."""
         with self._errors("be read", name):
             when: datetime = self._system.modified(self._path(name))
             return when
@@ -190,7 +190,7 @@ class Store:
                 return
 
     def remove_all(self) -> None:
-        """Delete the folder with all that is in it; it may be missing."""
+        """Delete the folder with all its content; it may be missing."""
         with self._errors("be deleted"):
             try:
                 self._system.rm(self._root, recursive=True)
@@ -206,7 +206,7 @@ class Store:
 
     @contextmanager
     def _errors(self, what: str, name: str = "") -> Iterator[None]:
-        """Let whatever a library raises be a StoreError that names the file."""
+        """Raise a StoreError that names the file in place of any library error within this context."""
         try:
             yield
         except (StoreError, MemoryError):
@@ -232,7 +232,7 @@ def _callback(moved: Moved) -> Any:
 
 
 def _words(error: BaseException) -> str:
-    """Return an error in one line, without what may be a secret."""
+    """Return an error as one line, without possible secrets."""
     text = without_secrets(str(error)).strip().splitlines()
     first = text[0][:200] if text else ""
     if first.startswith("{"):  # gcsfs prints the answer as JSON

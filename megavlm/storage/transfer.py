@@ -1,4 +1,4 @@
-"""Move files to and from stores, several at once: try again what fails, and give up a store that is silent."""
+"""Transfer files to and from stores in parallel, with retries of failed transfers and a timeout for silent stores."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megavlm.storage.store import Moved, Store, StoreError
 
 THREADS = 4  # files at once; s3fs holds up to four parts of 50 MB of each in memory
 ATTEMPTS = 5
-PATIENCE = 300.0  # seconds in which nothing moves; a slow connection may take that long for a part
-_LAST = 5.0  # seconds for what is on its way when one file has failed
+PATIENCE = 300.0  # timeout in seconds without any transferred byte; a slow connection may take that long for a part
+_LAST = 5.0  # seconds to wait for transfers in progress when one file has failed
 Result = TypeVar("Result")
 _FIRST_PAUSE = 0.5  # seconds; each further one is twice as long …
 _LONGEST_PAUSE = 30.0  # … up to this
-_ATTEMPTS = 1000  # at most; who waits for a worker process replaces it long before
+_ATTEMPTS = 1000  # most attempts of a worker process to read, which is replaced after a timeout long before
 
 
 def move(
@@ -32,11 +32,11 @@ def move(
     go_on: Callable[[int], None] = lambda moved: None,
     patience: float = PATIENCE,
 ) -> int:
-    """Call `act(name, moved)` for each name, several at a time; return the bytes that they moved.
+    """Call `act(name, moved)` for each name in parallel threads; return the total number of bytes moved.
 
-    `go_on` is called about once a second with the bytes so far. Raises what the first name that failed for good raised,
-    and StoreError if nothing has moved for `patience` seconds. Other files that are on their way by then may arrive for
-    some seconds, so that they are not written beside the next attempt; threads that hang are left behind.
+    `go_on` is called about once a second with the bytes so far. Raises the error of the first name that failed after
+    all retries, and StoreError if nothing has moved for `patience` seconds. Then other transfers in progress get a few
+    seconds to end, so that they do not overlap with the next attempt; threads that hang are abandoned.
     """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
@@ -81,7 +81,7 @@ def move(
 
 
 class _Count:
-    """Counts bytes of several threads, and notes when the last ones moved."""
+    """Counter of the bytes moved by several threads, with the time of the last change."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,9 +94,9 @@ class _Count:
 
 
 def with_retries(act: Callable[[], Result], stop: threading.Event | None = None, *, attempts: int = ATTEMPTS) -> Result:
-    """Return what `act` returns, called again while it fails, at most `attempts` times and until `stop`.
+    """Call `act` and return its result, with retries after a StoreError: at most `attempts` calls, until `stop`.
 
-    Raises its last error, and at once one that is final.
+    Raises the last error; a final error is raised at once.
     """
     stop, pause = stop or threading.Event(), _FIRST_PAUSE
     for _ in range(attempts - 1):
@@ -112,20 +112,24 @@ def with_retries(act: Callable[[], Result], stop: threading.Event | None = None,
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the folder at a URL. It is pickled with the record that names it."""
+    """A file in the folder at a URL; records that name such a file hold it, and are pickled with it."""
 
     folder: str
     name: str
 
     def read(self, *, at_most: int) -> bytes:
-        """Return the content, for as long as it takes the store to answer. Raises StoreError for a file that is not
-        there, may not be read or is too large.
+        """Return the content, retrying until the store answers.
+
+        Raises StoreError if the file does not exist, may not be read or has more than `at_most` bytes.
         """
         store = _store(self.folder, os.getpid())
         return with_retries(lambda: store.read(self.name, at_most=at_most), attempts=_ATTEMPTS)
 
     def head(self, *, at_most: int) -> tuple[bytes, int]:
-        """Return the first bytes of the file, and its size, as patiently. Raises StoreError as `read` does."""
+        """Return the first `at_most` bytes of the file and its size, retrying until the store answers.
+
+        Raises StoreError if the file does not exist or may not be read.
+        """
         store = _store(self.folder, os.getpid())
         return with_retries(lambda: store.head(self.name, at_most=at_most), attempts=_ATTEMPTS)
 
