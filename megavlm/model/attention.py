@@ -1,4 +1,4 @@
-"""Self-attention with rotary positions on `scaled_dot_product_attention`: full, causal, block-diagonal or masked.
+"""Self-attention with rotary embedding on `scaled_dot_product_attention`: full, causal, block-diagonal or masked.
 
 `CoreAttention` replaces megatron-core's DotProductAttention, which materialises the score matrix and refuses packed
 sequences. Tensor-parallel ranks may share key/value heads, or have query heads of zeros (`arch/tensor_split.py`).
@@ -36,9 +36,9 @@ ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 class TurnedHeads:
-    """Base class in front of megatron-core's attention: rotates heads itself, and zeros queries of padding.
+    """Mixin in front of megatron-core's attention: applies rotary embedding itself, and zeros queries of padding.
 
-    megatron-core computes cos and sin again in each layer, and copies queries and keys four times more often.
+    megatron-core recomputes cos and sin in each layer, and copies queries and keys four times more often.
     """
 
     rotation: Rotation | None = None
@@ -53,7 +53,7 @@ class TurnedHeads:
         packed_seq_params: Packing | None = None,
         **kwargs: Any,
     ) -> Any:
-        self.rotation = rotary_pos_emb  # these are read during this call only, by the methods below
+        self.rotation = rotary_pos_emb  # the methods below read both, during this call only
         self.packing = packed_seq_params
         output = super().forward(  # type: ignore[misc]
             hidden_states, attention_mask, packed_seq_params=packed_seq_params, **kwargs
@@ -64,8 +64,9 @@ class TurnedHeads:
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """Queries, keys and values of the hidden states, normalised and turned, and their output gate, if there is one;
-        queries of padding may be zeros.
+        """Return queries and keys after norm and rotary embedding, values, and the output gate if the layer has one.
+
+        Queries of padding are zeros if `packing.padding` says which positions are padding.
         """
         query, key, value, *gate = self._turned_heads(hidden_states, key_value_states)
         if self.packing is not None and self.packing.padding is not None:
@@ -77,7 +78,7 @@ class TurnedHeads:
 
 
 class Attention(TurnedHeads, SelfAttention):
-    """megatron-core's self-attention with `rotary` in place of its own rotary embedding."""
+    """megatron-core's self-attention with the rotary embedding of `rotary`, and key/value heads shared by ranks."""
 
     def __init__(self, *args: Any, rotary: Rotary, split: HeadSplit, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,7 +103,7 @@ class Attention(TurnedHeads, SelfAttention):
         return query, key, value, *gate
 
     def _split_heads(self, mixed: Tensor) -> tuple[Tensor, ...]:
-        """[S, B, L·rows of a slot] → query [S, B, L·R, D], key and value [S, B, L, D], and the gate as the query."""
+        """Split [S, B, L·rows of a slot] into query [S, B, L·R, D], key and value [S, B, L, D], and gate like query."""
         split = self.split
         rows, parts = mixed.unflatten(-1, (split.slots, -1)).split(
             [split.rows(split.fused[0]), 2 * split.part_width], dim=-1
@@ -113,7 +114,7 @@ class Attention(TurnedHeads, SelfAttention):
 
 
 class CoreAttention(nn.Module):
-    """softmax(q·kᵀ/√D)·v for each sequence."""
+    """Core attention within each sequence: softmax(scale · q·kᵀ)·v, by default with scale 1/√D."""
 
     joins_lengths = True  # whether sequences of several lengths may be one call
 
@@ -141,8 +142,8 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Return the attention [S, B, N·D] of query [S, B, N, D] to key and value [S, B, G, D].
 
-        Packed sequences lie along the flattened [B·S], row by row, and none crosses the end of a row. One call attends
-        in all of them if torch has a kernel for that, else one call in each run of equal lengths.
+        Packed sequences lie along the flattened [B·S], row by row, and none crosses the end of a row. One call computes
+        all sequences if torch has a kernel for that; otherwise there is one call for each run of equal lengths.
         """
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if packed_seq_params is None:
@@ -248,10 +249,10 @@ def without_padding(attention: type) -> type:
 class LogitAttention(CoreAttention):
     """`CoreAttention` that records the largest logit of each head over training passes, until it is reset.
 
-    torch's kernels do not return logits, so they are computed again, in fp32 and for some queries at a time.
+    torch's kernels do not return logits, so this class recomputes them, in fp32 and for some queries at a time.
 
     `largest` [N] float64 is 0 where no logit is positive, so that queries of zeros, such as those of padding
-    (`Packing.padding`), have no effect. Of a recomputed layer the pass with gradients alone is recorded.
+    (`Packing.padding`), have no effect. In a recomputed layer, only the pass with gradients is recorded.
     """
 
     joins_lengths = False
@@ -286,10 +287,10 @@ def largest_logits(
     Args:
         query: [B, N, S, D].
         key: [B, G, K, D].
-        scale: 1/√D if it is None.
-        causal: the last query attends to all keys, each one before it to one key less.
+        scale: None means 1/√D.
+        causal: the last query attends to all keys, and each earlier query to one key less than the next.
         mask: [S, K] of 0 and −∞, added to the logits; or torch's `causal_lower_right`, which is `causal`.
-        most: logits in memory at a time, unless those of one query are more; default: `logits_at_once`.
+        most: number of logits in memory at a time, but at least those of one query; default: `logits_at_once`.
     """
     _, heads, length, width = query.shape
     groups, keys = key.shape[1:3]

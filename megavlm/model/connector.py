@@ -1,4 +1,4 @@
-"""`ConnectorModule`, the torch half of a connector, and the MLP projector. The other half is `arch/connector.py`."""
+"""`ConnectorModule`, the torch half of `arch/connector.py`, and the linear and MLP projectors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megavlm.model.vision_ops import average_pool, channels_first_blocks, pixel_
 class ConnectorModule(MegatronModule):
     """Base class of connectors: [V(/TP), 1, Hv] → [F, 1, Hl], the same on all tensor-parallel ranks.
 
-    All ranks compute the same features from the same patches, and the features are merged into whole text embeddings
-    before these are scattered. So replicated weights get equal gradients. Matrices may be sharded by megatron-core's
-    parallel layers, built with `self.config` (without sequence parallelism) and `self.tp_group`. A container of such
-    layers must be a MegatronModule, because a ModuleList would be saved as if it were replicated.
+    All ranks compute the same features from the same patches, and the features are merged into text embeddings of whole
+    sequences, which are scattered afterwards. So replicated weights get equal gradients. Matrices may be sharded by
+    megatron-core's parallel layers, built with `self.config` (without sequence parallelism) and `self.tp_group`. A
+    container of such layers must be a MegatronModule, because a ModuleList would be saved as if it were replicated.
     """
 
     def __init__(self, builder: LayerBuilder) -> None:
@@ -40,9 +40,9 @@ class ConnectorModule(MegatronModule):
     def forward(
         self, hidden: Tensor, layout: VisionLayout, *, tile_groups: Sequence[TileGroup], sequence_parallel: bool
     ) -> Tensor:
-        """Return the features of a micro-batch. In models of tiled images, `tile_groups` say which are one image."""
+        """Return the features of a micro-batch. In models of tiled images, `tile_groups` join tiles to images."""
         if sequence_parallel:
-            # The rest is computed alike on every rank: its gradient is whole, and the backward pass takes a slice.
+            # All ranks compute the rest identically: its gradient is whole, and the backward pass takes a slice.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -61,11 +61,11 @@ class Projector(ConnectorModule):
     """The linear or MLP projector: [V(/TP), 1, Hv] → [F, 1, Hl], the same on all tensor-parallel ranks.
 
     The MLP is tensor-parallel without sequence parallelism: pixel shuffle needs neighbouring patches together, and
-    the features are merged into whole text embeddings before those are scattered.
+    the features are merged into text embeddings of whole sequences.
     """
 
     def __init__(self, builder: LayerBuilder, *, norm_epsilon: float | None = None) -> None:
-        """Build the projector. `norm_epsilon` overrides the configuration's norm of patches or merged features."""
+        """Build the projector. With `norm_epsilon` it has a norm of patches or merged features in any configuration."""
         super().__init__(builder)
         model, layer_config = self.model, self.config
         self.projector = model.projector
@@ -114,7 +114,7 @@ class Projector(ConnectorModule):
         newline, most = self.image_newline, self.projector.anyres_max_tiles
         if newline is None or most is None:
             return out
-        # Computed alike on every tensor-parallel rank: the newline's gradient needs no reduction.
+        # Computed identically on every tensor-parallel rank: the newline's gradient needs no reduction.
         counts = [tokens_per_grid(grid, self.projector) for grid in grids]
         return unpad_and_concat(out[:, 0], tile_groups, counts, newline=newline, max_tiles=most)[:, None]
 

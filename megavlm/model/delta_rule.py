@@ -1,18 +1,19 @@
-"""The gated delta rule and the causal convolution before it, over sequences of any lengths that lie one after another.
+"""The gated delta rule and the causal convolution before it, over packed sequences of any lengths.
 
-A head has a state S [K, V], a linear map from keys to values. Each token forgets a part of it, reads what S says of its
-key, and writes a share β of the difference to its value (Yang et al. 2024):
+A head has a state S [K, V], a linear map from keys to values. Each token decays the state, reads the value that S holds
+for its key, and writes a share β of the difference to its own value (Yang et al. 2024):
 
     S_t = a_t·S_{t−1} + β_t·k_t·(v_t − (a_t·S_{t−1})ᵀk_t)ᵀ,    o_t = S_tᵀ·q_t,    a_t = exp(g_t), g_t ≤ 0.
 
-Within a chunk of C tokens after a state S_0, with c_t = g_1 + … + g_t and u_t what token t writes, that is
+Within a chunk of C tokens after a state S_0, with c_t = g_1 + … + g_t and u_t the value that token t writes, this is
 
     u_t = β_t·(v_t − e^{c_t}·S_0ᵀk_t − Σ_{j<t} e^{c_t − c_j}·(k_t·k_j)·u_j)
     o_t = e^{c_t}·S_0ᵀq_t + Σ_{j≤t} e^{c_t − c_j}·(q_t·k_j)·u_j
     S_C = e^{c_C}·S_0 + Σ_j e^{c_C − c_j}·k_j·u_jᵀ.
 
-So all chunks solve one triangular system each, at once; what remains is a scan over the chunks of each sequence. Chunks
-begin with their sequence: which other samples share a row changes no number, and no state passes from one to the next.
+So all chunks solve one triangular system each, at once, and only a scan over the chunks of each sequence remains.
+Chunks begin with their sequence: which other samples share a row changes no number, and no state passes from one to the
+next.
 
 A GPU takes the kernels of flash-linear-attention (`kernels`). Legend: T tokens of all sequences, N
 value heads, K width of a key, V of a value, n chunks.
@@ -38,7 +39,7 @@ TINY = 1e-6  # added to the squared length of a query or key
 
 @cache
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a GPU's kernels of the rule and of the convolution; a start without them is refused
+    """Return the GPU kernels of the rule and of the convolution. A run on a GPU without them does not start
     (`precision/device.py`).
     """
     from fla.modules.causal_conv1d import causal_conv1d
@@ -73,11 +74,11 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The chunks of all sequences: the first of each, the longest sequence's first, then the second ones, and so on."""
+    """Chunks of all sequences: all first chunks, from the longest sequence on, then all second ones, and so on."""
 
     rows: Tensor  # [n, C] int64: the token at each place; T where there is none
     tokens: Tensor  # [T] int64: the place of each token among the n·C
-    alive: tuple[int, ...]  # how many sequences have a chunk of each number: these lie side by side
+    alive: tuple[int, ...]  # how many sequences have a first, second, … chunk: those of one number are consecutive
     order: Tensor  # [sequences] int64: the sequences, longest first
     ranks: Tensor  # [sequences] int64: the place of each sequence in `order`
 
@@ -104,10 +105,9 @@ def chunks_of(bounds: Sequence[int], device: torch.device, size: int = CHUNK) ->
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, sequences: Sequences
 ) -> Tensor:
-    """Return the output [T, N, V] of each head, in the type of `value`. Queries and keys are normalised here.
+    """Return the rule's output [T, N, V], in the type of `value`. Queries and keys are normalised here.
 
-    On a CPU the inputs alone are kept for the backward pass, as little as the kernels keep, and the rest is computed
-    again.
+    On a CPU only the inputs are saved for the backward pass, as by the kernels, and the rest is recomputed.
 
     Args:
         query, key: [T, N, K].
@@ -137,10 +137,10 @@ def delta_rule_by_chunks(
     chunks: Chunks,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs [T, N, V] and the last states [sequences, N, K, V], in float32 at least.
+    """Return outputs [T, N, V] in the type of `value`, and last states [sequences, N, K, V] in float32 at least.
 
-    `state` [sequences, N, K, V] is that before the first token of each sequence; None: zeros. A token with a decay and
-    a β of 0 leaves the state as it is.
+    `state` [sequences, N, K, V] is the state before the first token of each sequence; None: zeros. A token with a decay
+    and a β of 0 leaves the state as it is.
     """
     dtype = torch.promote_types(value.dtype, torch.float32)
     q, k, v, g, b = (_in_chunks(each.to(dtype), chunks) for each in (unit(query), unit(key), value, decay, beta))
@@ -175,7 +175,7 @@ def delta_rule_by_chunks(
 
 
 def unit(x: Tensor) -> Tensor:
-    """Return queries or keys [..., K] of length one, in float32 at least."""
+    """Return queries or keys [..., K] scaled to length one, in float32 at least."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + TINY)
 

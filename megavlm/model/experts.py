@@ -1,9 +1,9 @@
-"""Routed experts of a rank: gated MLPs, whose products are computed as two grouped products.
+"""Routed experts of a rank: gated MLPs, computed as two grouped matrix products.
 
-torch's `grouped_mm` runs on every device, so that a CPU computes what a GPU does; FP8 has other products (`emulated`,
+torch's `grouped_mm` runs on every device, so CPUs compute the same as GPUs; FP8 has other products (`emulated`,
 `te_product`) of the same weights. Rows are those of expert 0, then those of expert 1, …; an expert without tokens has
-none, and its gradient is zero. A checkpoint has one tensor for all experts of a layer, as megatron-core's own experts
-write it, whatever their number per rank:
+no rows, and its gradient is zero. A checkpoint has one tensor for all experts of a layer, as that of megatron-core's own
+experts, whatever their number per rank:
 
     linear_fc1.weight [E, 2F, H]   gate rows, then up rows, of each expert
     linear_fc2.weight [E, H, F]
@@ -33,7 +33,7 @@ from megavlm.precision.emulated import Operands, Round, Scaling
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """How many rows of a tensor [T, …] each expert has. Rows are ordered by expert."""
+    """Number of rows of each expert in a tensor [T, …] whose rows are ordered by expert."""
 
     counts: Tensor  # [E] int64, on the dispatcher's device
     ends: Tensor  # [E] int32 on the device: where each expert's rows end
@@ -44,7 +44,7 @@ class Rows:
         return cls(counts, counts.to(device, non_blocking=True).cumsum(0).to(torch.int32))
 
     def aligned(self, multiple: int, total: int) -> tuple[Rows, Tensor]:
-        """Return rows padded to a multiple for each expert, and the indices of these `total` rows among them."""
+        """Return `Rows` padded to a multiple for each expert, and the places of the `total` real rows among them."""
         padded = -(-self.counts // multiple) * multiple
         before = (padded - self.counts).cumsum(0) - (padded - self.counts)  # empty rows of the experts before
         device = self.ends.device
@@ -63,7 +63,7 @@ def grouped(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class Products:
-    """The function that computes the two products of a layer's experts, and its alignment."""
+    """Factory of the two products of a layer's experts, and the alignment of rows that they need."""
 
     make: Callable[[int, int, int], Product] = lambda experts, rows, columns: grouped
     multiple: int = 1  # rows of each expert are padded to a multiple of this
@@ -72,8 +72,9 @@ class Products:
 def mark(param: nn.Parameter) -> nn.Parameter:
     """Mark a parameter as one of experts and return it.
 
-    Expert-data-parallel ranks sum its gradient, and each other rank counts its own in the norm. megatron-core marks
-    experts only where EP > 1; with EP 1 and ETP ≠ TP their gradients would be summed over the wrong ranks.
+    Its gradient is summed over expert-data-parallel ranks; all other ranks hold other weights, which the gradient norm
+    counts once each. megatron-core marks experts only if EP > 1; with EP 1 and ETP ≠ TP their gradients would be summed
+    over the wrong ranks.
     """
     marked: Any = param
     marked.allreduce = False
@@ -92,7 +93,7 @@ class ExpertWeight(nn.Module):
         self.weight = mark(nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """Return [T, rows] for x [T, columns]."""
+        """Return the product [T, rows] of x [T, columns] with the weights of each row's expert."""
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             return self.product(x, weight, rows)
@@ -101,7 +102,7 @@ class ExpertWeight(nn.Module):
 
 
 class GroupedExperts(MegatronModule):
-    """fc2(activation(fc1(x)) · p) of each token's expert, with the router's weight p."""
+    """Experts of a rank: fc2(activation(fc1(x)) · p) for each token's expert, with the router's weight p."""
 
     def __init__(
         self,
@@ -124,12 +125,12 @@ class GroupedExperts(MegatronModule):
         self.activation = build_module(activation, config=config)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """Return [T, H], which is to be summed over ETP, and no bias.
+        """Return the outputs [T, H], which must still be summed over ETP ranks, and None for the bias.
 
         Args:
-            tokens: [T, H], those of the first expert first.
-            counts: [E] int64: how many tokens each expert has.
-            weights: [T] float32: the router's.
+            tokens: [T, H], ordered by expert.
+            counts: [E] int64: number of tokens of each expert.
+            weights: [T] float32: the router's weight of each token.
         """
         rows = Rows.of(counts, tokens.device)
         if self.multiple == 1:
@@ -147,7 +148,7 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the weights as shards of the tensors of all experts of all ranks."""
+        """Return the weights as shards of tensors that hold the experts of all ranks."""
         return {
             f"{prefix}{name}": self._entry(name, f"{prefix}experts.{name}", param)
             for name, param in self.named_parameters()
@@ -200,7 +201,7 @@ def emulated(by: Operands) -> Product:
 
 @cache
 def grouped_linear(base: type) -> type:
-    """Return a class of products, derived from `transformer_engine.pytorch.GroupedLinear` or a test's stand-in."""
+    """Return a subclass of Transformer Engine's `GroupedLinear` (or a test's stand-in) that takes weights as input."""
 
     class GroupedProduct(base):  # type: ignore[misc, unused-ignore]
         def __init__(self, experts: int, rows: int, columns: int) -> None:

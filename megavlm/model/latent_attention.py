@@ -1,14 +1,14 @@
 """`LatentAttention`: multi-head latent attention (MLA; DeepSeek-V2, DeepSeek-AI 2024; Kimi K2).
 
-A token's keys and values of all heads are projected from one latent, beside a part of the key that rotates and that all
-heads share; queries from hidden states or from a latent of their own. Names of parameters are those of megatron-core's
-`MLASelfAttention`, of which only the base class is used. Its own projections take two classes of linear layers alone,
-it counts positions from the beginning of a row and not of a sample, and it gathers hidden states over tensor-parallel
-ranks to project latents from them, which are gathered again.
+Keys and values of all heads are projected from one latent per token; all heads also share a part of the key that
+rotates. Queries are projected from hidden states or from a latent of their own. Names of parameters are those of
+megatron-core's `MLASelfAttention`, but only its base class is used here: `MLASelfAttention` takes two classes of linear
+layers alone, counts positions from the beginning of a row and not of a sample, and gathers hidden states over
+tensor-parallel ranks to project latents from them, which it gathers again.
 
-Here the projections to latents are whole on each of these ranks, which projects its own part of the sequence, and
-latents are gathered: 2,112 channels of a token in place of 7,168 in Kimi K2. Heads are divided as those of attention.
-Context-parallel ranks gather latents where that moves less than to exchange heads (`gathering_latents_moves_less`).
+Here the projections to latents are replicated. Each rank projects its own part of the sequence, and latents are
+gathered: 2,112 channels of a token in place of 7,168 in Kimi K2. Heads are sharded as those of other attention.
+Context-parallel ranks gather latents if that moves less than exchanging heads (`gathering_latents_moves_less`).
 
 Legend: S positions (of this rank), B samples, H hidden width, N local heads, L width of a latent, R channels that
 rotate and D all channels of a query or key, V channels of a value; C context-parallel ranks.
@@ -39,7 +39,7 @@ from megavlm.model.layer_modules import LayerModules
 from megavlm.model.norm import Norm
 from megavlm.parallel.groups import Groups
 
-EPSILON = 1e-6  # of the norms of latents, whatever that of other norms (DeepSeek-V3)
+EPSILON = 1e-6  # of the norms of latents, whatever the epsilon of other norms (DeepSeek-V3)
 
 
 class LatentAttention(TurnedHeads, MegatronAttention):
@@ -92,26 +92,26 @@ class LatentAttention(TurnedHeads, MegatronAttention):
             self.linear_q_up_proj = up("linear_q_up_proj", self.q_lora_rank, config)
         self.linear_kv_down_proj = WholeLinear(hidden, rank + self.heads.turning, config, groups)
         self.kv_layernorm = Norm(config, rank, EPSILON, normalization="RMSNorm")
-        # It reads latents of whole rows where they have been gathered.
+        # This projection reads latents of whole rows if they have been gathered.
         reads = replace(config, sequence_parallel=config.sequence_parallel and not self.gathers)
         self.linear_kv_up_proj = up("linear_kv_up_proj", rank, reads)
 
     @property
     def projections(self) -> dict[str, Any]:
-        """Return the linear layers that ranks divide by heads of queries, and of keys and values, by the names that
-        they have in Transformers.
+        """Return the linear layers that are sharded by heads, for queries and for keys with values, by their names in
+        Transformers.
         """
         queries = {"q_proj": "linear_q_proj"} if self.q_lora_rank is None else {"q_b_proj": "linear_q_up_proj"}
         return {name: getattr(self, own) for name, own in {**queries, "kv_b_proj": "linear_kv_up_proj"}.items()}
 
     @property
     def whole_projections(self) -> dict[str, Any]:
-        """Return the linear layers that are whole on every rank, by the names that they have in Transformers."""
+        """Return the linear layers that are whole on every rank, by their names in Transformers."""
         queries = {} if self.q_lora_rank is None else {"q_a_proj": self.linear_q_down_proj}
         return {**queries, "kv_a_proj_with_mqa": self.linear_kv_down_proj}
 
     def _turned_heads(self, hidden_states: Tensor, key_value_states: Tensor | None) -> tuple[Tensor, ...]:
-        """Return query and key [S, B, N, D] and value [S, B, N, V]; where latents are gathered, key and value
+        """Return query and key [S, B, N, D] and value [S, B, N, V]; if latents are gathered, key and value are
         [S·C, B, N, ·].
         """
         heads = self.heads
@@ -136,8 +136,8 @@ class LatentAttention(TurnedHeads, MegatronAttention):
         return query, key, value.contiguous()
 
     def _shared(self, turning: Tensor) -> Tensor:
-        """Return what all heads share, [S, B, R], of this rank's part [S(/TP), B, R]; its gradient is the sum over the
-        heads of all tensor-parallel ranks.
+        """Return the rotary channels of keys of all positions, [S, B, R], from this rank's part [S(/TP), B, R]. All
+        heads share them, so the gradient is summed over tensor-parallel ranks.
         """
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(turning, group=self.groups.tp)

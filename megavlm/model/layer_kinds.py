@@ -1,4 +1,4 @@
-"""The table of layer kinds with torch: how each is built and run. `megavlm/arch/kinds.py` is the other half."""
+"""Table of functions that build and run each kind of layer. `megavlm/arch/kinds.py` is the torch-free half."""
 
 from __future__ import annotations
 

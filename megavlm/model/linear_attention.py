@@ -1,10 +1,10 @@
-"""`GatedDeltaNet`: linear attention in the place of a layer's self-attention (Yang et al. 2024; Qwen3-Next, Qwen3.5).
+"""`GatedDeltaNet`: linear attention that replaces a layer's self-attention (Yang et al. 2024; Qwen3-Next, Qwen3.5).
 
-Tensor-parallel ranks divide heads as those of attention: a key head serves several value heads, and ranks may share it
-(`arch/tensor_split.py`). Context-parallel ranks exchange heads, too, once before the convolution and once after the
-rule: within them a rank has whole rows of some heads, so that a state passes along a whole row and nothing is scanned
-over ranks. That moves 2·(V + K·G/N) + 2 numbers of a token and value head, against the states of a scan, K·V for each
-rank and head, which would be computed one rank after the other.
+Heads are sharded over tensor-parallel ranks as in attention: a key head serves several value heads, and ranks may share
+it (`arch/tensor_split.py`). Context-parallel ranks exchange heads, too, once before the convolution and once after the
+rule. In between a rank has whole rows of some heads, so that a state passes along a whole row and there is no scan over
+ranks. The exchange moves 2·(V + K·G/N) + 2 numbers of a token and value head. A scan would move K·V numbers of a state
+for each rank and head, and compute one rank after the other.
 
 Names of parameters are megatron-core's (`ssm/gated_delta_net.py`), whose own module refuses packed rows.
 
@@ -52,7 +52,7 @@ class DeltaHeads:
 
     `mixed` [S, B, channels] holds the values of all heads, then the queries, then the keys. `gates` [S, B, N, 2] holds
     β and decay before their activations, `rates` [N, 2] the parameters A_log and dt_bias. `weight` [channels, W] is
-    that of the convolution.
+    the convolution's.
     """
 
     mixed: Tensor
@@ -124,7 +124,7 @@ class GatedDeltaNet(MegatronModule):
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Return the number of rows that each linear layer of Transformers has in a slot of the fused projection."""
+        """Return the rows of each of Transformers' linear layers in one slot of the fused projection."""
         split, heads = self.split, self.split.heads
         rows = heads.rows(*split.convolved), heads.queries * split.width, heads.queries, heads.queries
         return dict(zip(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), rows, strict=True))
@@ -143,7 +143,7 @@ class GatedDeltaNet(MegatronModule):
         return found, gate.reshape(*gate.shape[:2], heads.local_heads, split.width)
 
     def _joined(self, slots: Tensor) -> Tensor:
-        """[S, B, G, rows] → [S, B, channels]: all values, then all queries, then all keys, each whole."""
+        """Map [S, B, G, rows] to [S, B, channels]: all values, then all queries, then all keys, each whole."""
         heads, width = self.split.heads, self.split.width
         values, parts = slots.split([heads.queries * width, 2 * heads.part_width], dim=-1)
         query, key = parts.chunk(2, dim=-1) if self.shared is None else self.shared.joined(parts)
@@ -181,7 +181,7 @@ class GatedDeltaNet(MegatronModule):
         return own, back
 
     def _head_by_head(self, mixed: Tensor) -> list[Tensor]:
-        """[…, channels] → values […, N, V], queries and keys […, G, K]."""
+        """Split […, channels] into values […, N, V], queries and keys […, G, K]."""
         heads, width = self.split.heads, self.split.width
         values, keys = heads.local_heads * width, heads.slots * heads.width
         parts = mixed.split([values, keys, keys], dim=-1)
@@ -281,8 +281,8 @@ def _in_a_row(x: Tensor) -> Tensor:
 
 
 def _for_ranks(tensors: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    """Return what each of E ranks gets of each tensor [S, B, heads, width], [S, B, E, heads/E·width]: equally many
-    consecutive heads. Those that E does not divide are repeated.
+    """Return each tensor [S, B, heads, width] as [S, B, E, heads/E·width]: each of E ranks gets equally many
+    consecutive heads. Heads are repeated if E does not divide their number.
     """
     repeated = (x.repeat_interleave(copies_of_heads(x.shape[2], ranks), dim=2) for x in tensors)
     return [x.unflatten(2, (ranks, -1)).flatten(3) for x in repeated]

@@ -1,4 +1,4 @@
-"""Masked attention: sliding windows, and images whose tokens attend to one another in both directions.
+"""Masked attention: sliding windows, and images or prefixes whose tokens attend to one another in both directions.
 
 Transformer Engine and FlashAttention support windows, but not an image inside a causal sequence. So layers that need a
 mask use torch's `scaled_dot_product_attention` on every device, span by span (`arch/layer_sizes.py`), which skips the
@@ -37,10 +37,10 @@ class MaskedSpan:
 
 
 def image_runs(tokens: Tensor, image_token: int, features: Sequence[int]) -> Tensor:
-    """Return the number of the run of image tokens that each token is in, [T] int64; 0 for text.
+    """Return for each token the number of its run of image tokens, [T] int64; 0 for text.
 
-    A run is made of consecutive tokens of one image. Transformers joins images with no token between them to one run;
-    the processors of such models never write those.
+    A run consists of consecutive tokens of one image. Transformers joins images with no token between them to one run,
+    but the processors of these models never write adjacent images.
 
     Args:
         tokens: [B, S], rows one after the other.
@@ -67,11 +67,11 @@ def masked_spans(
 ) -> tuple[MaskedSpan, ...]:
     """Return the spans of the sequences between `bounds` (0, …, T), with their masks.
 
-    A token attends to tokens of its own sequence: to those before it and itself, and to all of its run. Where there is
-    a window, those before the last `window` tokens are left out, of its run as well unless runs go `beyond` windows.
+    A token attends to tokens of its own sequence: to itself and earlier tokens, and to all tokens of its run. A window
+    masks all but the last `window` of these, also in the token's run unless runs go `beyond` windows.
 
     Args:
-        runs: of `image_runs`; None where no token attends to later ones.
+        runs: the run of each token by `image_runs` or `prefix_runs`; None if attention is causal.
         longest: tokens of the longest run.
     """
     lengths = torch.tensor(bounds, dtype=torch.int64).diff()
@@ -97,10 +97,10 @@ def masked_spans(
 
 
 def prefix_runs(prefixes: Sequence[tuple[int, int]], length: int, device: torch.device) -> Tensor:
-    """Return the number of the prefix that each of `length` tokens is in, [T] int64; 0 behind a prefix.
+    """Return for each of `length` tokens the number of its prefix, [T] int64; 0 after a prefix.
 
     Args:
-        prefixes: of each sample the place of its first token, and the tokens of its prefix.
+        prefixes: for each sample, the place of its first token and the number of tokens of its prefix.
     """
     runs = torch.zeros(length, dtype=torch.int64)
     for number, (first, count) in enumerate(prefixes, start=1):
@@ -109,9 +109,9 @@ def prefix_runs(prefixes: Sequence[tuple[int, int]], length: int, device: torch.
 
 
 class _Bounded(torch.autograd.Function):
-    """Attention with scores c · tanh(x / c), x = scale · q·kᵀ. Scores are computed again in the backward pass.
+    """Attention with scores c · tanh(x / c), x = scale · q·kᵀ. The backward pass recomputes the scores.
 
-    With t = tanh(x / c), p = softmax(c · t) and δ the gradient of the output, that of x is
+    With t = tanh(x / c), p = softmax(c · t) and δ the gradient of the output, the gradient of x is
     p · (δ·vᵀ − Σ p · δ·vᵀ) · (1 − t²).
     """
 
@@ -145,7 +145,7 @@ class _Bounded(torch.autograd.Function):
 def bounded_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, scale: float | None, softcap: float
 ) -> Tensor:
-    """Return the attention [B, N, S, D] of heads [B, N, S or keys, D]; the mask is added behind the bound of scores."""
+    """Return the attention [B, N, S, D] of heads [B, N, S or keys, D]; the mask is added after the softcap."""
     given = query.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = _Bounded.apply(query, key, value, mask, given, softcap)
     return out
@@ -194,7 +194,7 @@ class CachedAttention:
         scale: float | None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Add to the cache and attend: query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]."""
+        """Add key and value [S, B, G, D] to the cache, and return the attention [S, B, N·D] of query [S, B, N, D]."""
         cached = self.rows.cache.add(layer, self.places, key.transpose(0, 1), value.transpose(0, 1))
         repeats = query.shape[2] // key.shape[2]  # torch's kernels with masks do not support groups
         keys, values = (x.repeat_interleave(repeats, dim=2).transpose(1, 2) for x in cached)
@@ -216,7 +216,7 @@ class CachedAttention:
         return self.rows.starts[:, None] + torch.arange(self.positions, device=self.rows.starts.device)
 
     def _masks(self) -> Iterator[Tensor]:
-        """Yield for each span which positions of the cache its tokens attend to, [B, 1, queries, L] bool."""
+        """Yield the mask of each span over the positions of the cache, [B, 1, queries, L] bool."""
         if self.positions <= self.step:
             yield self._whole
             return

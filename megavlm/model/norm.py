@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as megatron-core's layer specs build them, with sequence parallelism, and what joins branches.
+"""Norms as megatron-core's layer specs build them, with sequence parallelism, and modules that add up branches.
 
 Under sequence parallelism each tensor-parallel rank normalises its own part of the sequence, so the gradient of
 the (replicated) weight is a partial sum: `param.sequence_parallel` makes megatron-core sum them.
@@ -70,8 +70,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: int) -> Tensor:
 class FullRMSNorm(nn.Module):
     """RMS norm over all query (or key) heads together (InternViT-6B): [..., local heads, width] → same shape.
 
-    mean(x²) runs over heads that lie on all tensor-parallel ranks. The weight is kept whole on every rank and each
-    uses its slice; the gradients of the slices add up over ranks like those of any replicated weight. Padding
+    mean(x²) runs over the heads of all tensor-parallel ranks. Every rank holds the whole weight and uses its slice
+    of it; the gradients of the slices add up over ranks like those of any replicated weight. Padding
     heads hold zeros, so they add nothing to the sum, and the mean divides by the real heads only.
     """
 

@@ -2,6 +2,7 @@
 
 cuDNN builds a plan for each new number of sequences, which takes longer than the attention of a step. So numbers of
 sequences are rounded, and batches of equal sequences have few sizes.
+
 Legend: S positions, B rows, T tokens of all rows.
 
 `attend_in_all` is torch's attention over sequences of any lengths in one call: FlashAttention's kernels, on CUDA alone.
@@ -35,10 +36,10 @@ ROUNDED = 32  # larger batches of equal sequences are a multiple of this
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Consecutive sequences. Their runs are on the host, so that no layer has to synchronise with the device."""
+    """Layout of packed sequences. Its `runs` are on the host, so that no layer has to synchronise with the device."""
 
     runs: tuple[Run, ...] = ()
-    order: Order | None = None  # of tokens in attention, if it is not that in memory
+    order: Order | None = None  # of tokens in attention, if it differs from the order in memory
     batch: tuple[int, int] = (0, 0)  # (sequences, length) of equal ones at the beginning, for one call without bounds
     rest: PackedSeqParams | None = None  # of the sequences after `batch`, if there are any
     masked: tuple[MaskedSpan, ...] = ()  # masks, if sequences alone do not say which keys a query attends to
@@ -61,8 +62,8 @@ def packed(
 ) -> Packing:
     """Return the packing of the sequences between `bounds`: 0, …, T.
 
-    The layout stays [S, B, heads, width] ("sbhd"), because rotary angles come per position. `usual` is the length that
-    most sequences of the model have, 0 without such a length.
+    The layout stays [S, B, heads, width] ("sbhd"), because rotary angles come per position. `usual` is the most
+    common length of sequences of the model, 0 without one.
     """
     runs = runs_of(bounds)
     count = equal_sequences(runs, usual)
@@ -105,7 +106,7 @@ def rounded_count(sequences: int) -> int:
 
 
 def equal_sequences(runs: Sequence[Run], usual: int) -> int:
-    """Return how many of the first sequences, all of the usual length, form a batch: up to 31, or a multiple of 32."""
+    """Return how many first sequences, all of the usual length, form a batch: up to 31, or a multiple of 32."""
     _, count, length = runs[0]
     if length != usual:
         return 0
@@ -125,14 +126,14 @@ def runs_of(bounds: Sequence[int]) -> tuple[Run, ...]:
 
 
 def in_sequence(packing: Packing, x: Tensor) -> Tensor:
-    """Return [T, heads, D] from [S, B, heads, D]: one row after the other, then in the packing's order."""
+    """Return x [S, B, heads, D] as [T, heads, D]: rows one after the other, then in the packing's order."""
     # `squeeze` has a view as its gradient; that of an index is a tensor of zeros into which autograd copies.
     flat = x.squeeze(1) if x.shape[1] == 1 else x.transpose(0, 1).flatten(0, 1)
     return flat if packing.order is None else _Reordered.apply(flat, *packing.order)
 
 
 def in_rows(packing: Packing, out: Tensor, rows: int) -> Tensor:
-    """Return [S, B, N·D] from [T, N·D] in the packing's order."""
+    """Return an output [T, N·D] in the packing's order as [S, B, N·D]; the inverse of `in_sequence`."""
     if packing.order is not None:
         out = _Reordered.apply(out, *reversed(packing.order))
     return out.view(rows, -1, out.shape[-1]).transpose(0, 1).contiguous()
@@ -172,20 +173,20 @@ def flash_kernel() -> Callable[..., Any] | None:
 
 
 def fits_one_call(query: Tensor, value: Tensor) -> bool:
-    """Return whether FlashAttention's kernels, for heads of one width, can attend in all sequences with one call."""
+    """Return whether FlashAttention's kernels can compute all sequences in one call, by type and width of heads."""
     half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
     return half and query.shape[-1] % 8 == 0 and query.shape[-1] <= WIDEST and flash_kernel() is not None
 
 
 def is_faster_at_once(query: Tensor, key: Tensor, packing: PackedSeqParams) -> bool:
-    """Return whether FlashAttention's kernels can take one call, and are faster than Transformer Engine's attention."""
+    """Return whether one call of FlashAttention is possible, and faster than Transformer Engine's attention."""
     return packing.max_seqlen_q <= SHORT and fits_one_call(query, key)
 
 
 def attend_in_all(
     query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams, *, causal: bool, scale: float | None
 ) -> Tensor:
-    """Return the attention [T, N·D] of query [T, N, D] to key and value [T, G, D], in one call."""
+    """Return the attention [T, N·D] of query [T, N, D] to key and value [T, G, D], in one FlashAttention call."""
     attend = flash_kernel()
     assert attend is not None
     out: Tensor = attend(

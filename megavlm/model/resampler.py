@@ -1,4 +1,4 @@
-"""Tensor-parallel layers that resamplers consist of, on whole sequences (`arch/resampler.py`).
+"""Tensor-parallel layers of resamplers, on whole sequences (torch half of `arch/resampler.py`).
 
 Legend: I images, Q queries of an image, K patches of an image, W width of queries.
 """
@@ -23,7 +23,7 @@ from megavlm.arch.tensor_split import share_of
 
 
 class ResamplerPart(MegatronModule):
-    """A module of parallel layers, or a list of such modules, which is saved layer by layer."""
+    """Base class of modules of parallel layers, and a list of such modules, both saved layer by layer."""
 
     def __init__(self, config: TransformerConfig, group: ProcessGroup, parts: Sequence[MegatronModule] = ()) -> None:
         super().__init__(config=config)
@@ -49,7 +49,7 @@ class ResamplerPart(MegatronModule):
         )
 
     def rows(self, inputs: int, outputs: int, *, bias: bool) -> RowParallelLinear:
-        """Return a linear layer whose inputs are sharded over ranks. Its outputs are summed over them."""
+        """Return a linear layer whose inputs are sharded over ranks. Its outputs are summed over the ranks."""
         return RowParallelLinear(
             inputs * self.tp_group.size(),
             outputs,
@@ -76,9 +76,9 @@ class ResamplerAttention(ResamplerPart):
         self.output = self.rows(wide, block.width, bias=block.bias)
 
     def forward(self, queries: Tensor, count: int, *contexts: tuple[Tensor, Sequence[int]]) -> Tensor:
-        """Return [I·Q, 1, W] for queries [I·Q, 1, W], `count` for each image.
+        """Return the attention's output [I·Q, 1, W] for queries [I·Q, 1, W], `count` for each image.
 
-        Each of `contexts` has rows [ΣK, 1, C] that keys and values are made of, and how many of them are each image's.
+        Each of `contexts` has rows [ΣK, 1, C], the inputs of keys and values, and the number of rows of each image.
         The queries of an image attend to its rows of all contexts. All tensors are `shared`.
         """
         query = self._heads(self.query(queries)[0]).unflatten(0, (-1, count))

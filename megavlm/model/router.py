@@ -1,7 +1,7 @@
 """Router of a mixture of experts, and the losses that balance experts.
 
-Of each row r of a step, with n_r tokens and m_r terms of the loss, which are trained tokens or, of embeddings, pairs or
-queries, and for each layer with E experts of which a token takes k:
+For each row r of a step, with n_r tokens and m_r terms of the loss (trained tokens; for losses of embeddings pairs or
+queries), and for each layer with E experts of which a token takes k:
 
     share     f_i = E / (k·n_r) · (tokens of the row that take expert i)       1 for each expert if the load is even
     score     P_i = 1 / n_r · (sum of the tokens' scores of expert i)          scores of a token sum to 1
@@ -38,7 +38,7 @@ from megavlm.config.schema import ExpertsConfig
 
 @dataclass(frozen=True, eq=False)
 class RoutedRows:
-    """What balance losses must know of a micro-batch's rows, of which this rank has a part."""
+    """Tokens and loss terms of a micro-batch's rows, for the balance losses. This rank has a part of each row."""
 
     counted: Tensor  # [S, B] float32: 1 for tokens, 0 for padding
     tokens: Tensor  # [B] float32: tokens of the whole row, at least 1
@@ -46,7 +46,7 @@ class RoutedRows:
 
 
 class Router(MegatronModule):
-    """Router of one layer. It returns weights [T, E], 0 for experts that a token does not take, and the choice [T, E].
+    """Router of one layer. It returns weights [T, E], 0 for experts not chosen, and the choice of each token [T, E].
 
     It computes in fp32. `tally` sums, over the micro-batches of a step, this rank's share of the load of each expert,
     and of Σ_r m_r·L_r and Σ_r m_r·Z_r.
@@ -70,7 +70,7 @@ class Router(MegatronModule):
         self.number = 0  # of the layer, from 0
 
     def set_layer_number(self, number: int) -> None:
-        """Set the number of the layer, which megatron-core counts from 1."""
+        """Store the number of the layer; megatron-core counts layers from 1."""
         self.number = number - 1
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ class Router(MegatronModule):
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
-        """Lower the bias of experts that took more than the mean load [E], and raise that of those that took less.
+        """Lower the bias of experts whose load [E] is above the mean, and raise the bias of those below it.
 
         (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing".)
         """
@@ -138,7 +138,7 @@ def _z(logits: Tensor, rows: RoutedRows) -> Tensor:
 
 
 def _in_turn(logits: Tensor, topk: int) -> Tensor:
-    """Return what must be added to the logits [S, B, E] so that tokens take all experts in turn."""
+    """Return the addend of the logits [S, B, E] by which tokens take all experts in turn."""
     count, experts = logits[..., 0].numel(), logits.shape[-1]
     chosen = torch.arange(count * topk, device=logits.device).view(count, topk) % experts
     return torch.zeros(count, experts, device=logits.device).scatter_(1, chosen, 1e3).view(logits.shape)

@@ -1,4 +1,4 @@
-"""Operations on patches and features of images: windows, pixel shuffle, tiles. They need torch alone."""
+"""Operations on patches and features of images: windows, pixel shuffle, tiles. The module needs torch alone."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Grid = tuple[int, int]
 
 @lru_cache(maxsize=256)
 def window_order(grid: Grid, side: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the order of patches that tiles a grid with windows of `side` × `side` patches from its upper left corner.
+    """Return the order of a grid's patches by windows of `side` × `side` patches, cut from the upper left corner on.
 
     Returns:
-        ([rows·columns] int64: the row-major patch that stands at each place of the tower's order,
-        patches of each window in that order).
+        ([rows·columns] int64: the row-major index of the patch at each place of the tower's order,
+        number of patches of each window in that order).
     """
     tiles = {
         (row, column): (min(side, grid[0] - row), min(side, grid[1] - column))
@@ -85,7 +85,7 @@ def _blocks(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Iterator[T
 
 
 def images_of(patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
-    """Yield [images, rows, columns, H] from [P, H], consecutive images of one size as one tensor."""
+    """Yield patches [P, H] as [images, rows, columns, H], consecutive images of one size in one tensor."""
     start = 0
     for (rows, columns), group in groupby(grids):
         count = len(list(group))
@@ -108,8 +108,8 @@ def unpad_and_concat(
 ) -> Tensor:
     """Return the features of images [F, H] from those of their tiles [Σ counts, H] (LLaVA-OneVision).
 
-    Of an image these are the base tile, then the grid of tiles as one map without its padding, each row followed by a
-    newline [H]. Of each frame of a video it is the reduced map, and a newline follows the last.
+    An image has the features of the base tile, then the grid of tiles as one map without its padding, each row followed
+    by a newline [H]. A frame of a video has the reduced map, and a newline follows the last frame.
 
     Args:
         counts: features of each tile.
@@ -133,7 +133,7 @@ def unpad_and_concat(
 
 
 def _halved(frames: Tensor) -> Tensor:
-    """Return features [frames, ⌈side/2⌉², H]: frames [frames, side², H] halved in height and width."""
+    """Return the features [frames, ⌈side/2⌉², H] of `frames` [frames, side², H], halved in height and width."""
     side = round(frames.shape[1] ** 0.5)
     maps = frames.unflatten(1, (side, side)).permute(0, 3, 1, 2).contiguous()
     reduced = F.interpolate(maps, (half(side), half(side)), mode="bilinear", align_corners=False)
@@ -141,7 +141,7 @@ def _halved(frames: Tensor) -> Tensor:
 
 
 def _lines(grid: Tensor, group: TileGroup, *, newline: Tensor, max_tiles: int) -> Tensor:
-    """Return [height · (width + 1), H] from the features [tiles, side², H] of a grid of tiles."""
+    """Return an image's features with newlines, [height · (width + 1), H], given its tiles' [tiles, side², H]."""
     side = round(grid.shape[1] ** 0.5)
     kept = feature_map(group, side, max_tiles=max_tiles)
     cells = grid.view(*group.grid, side, side, -1).transpose(1, 2)  # tile row, row in it, tile column, column in it, H

@@ -1,9 +1,9 @@
 """`VLMChunk`: the layers of one pipeline chunk as one module that the schedule runs.
 
 A chunk sends one tensor to the next: packed vision tokens [V(/TP), 1, Hv] inside the tower, image features [F, 1, Hl]
-between projector and embedding, language states [S(/TP), B, Hl] after it. If a cut lies between a DeepStack merger and
-the language layer that takes its features, they are in the same tensor (`language.pack`), and so are the states that
-layers which predict further tokens read (`language.PredictionInput`).
+between projector and embedding, hidden states [S(/TP), B, Hl] after the embedding. If a cut lies between a DeepStack
+merger and the language layer that adds its features, the same tensor also holds the features (`language.pack`). It also
+holds the states for multi-token prediction (`language.PredictionInput`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HoldsWeights(Protocol):
 
 
 class VLMChunk(MegatronModule):
-    """Chunk `index` of the plan. `forward(batch)` returns the tensor for the next chunk, or at last the losses."""
+    """Chunk `index` of the plan. `forward(batch)` returns the tensor for the next chunk, or in the last the losses."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class VLMChunk(MegatronModule):
         pipeline: TransformerConfig,
         place: Callable[[nn.Module], object] = lambda part: None,
     ) -> None:
-        """Build the layers. `place` moves each to its memory as soon as it is built, before the next one."""
+        """Build the layers. `place` moves each layer to its memory before the next one is built."""
         super().__init__(config=pipeline)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = index // plan.dims.pp if plan.dims.vpp > 1 else None
@@ -124,7 +124,7 @@ class VLMChunk(MegatronModule):
             _mark_tied_copy(self.parts)
 
     def _choose_trained(self, name: str, part: nn.Module) -> None:
-        """Freeze what is not trained. If a part of the model has adapters, that is all but the adapters."""
+        """Freeze a layer's untrained weights. In a part of the model with adapters, these are all but the adapters."""
         config, module = self.run_config, part_of(name)
         part.requires_grad_(trains_weights(name, config))
         if isinstance(part, Representation):  # scalars of the loss, which no option freezes
@@ -134,7 +134,7 @@ class VLMChunk(MegatronModule):
             add_adapters(part, name, config.lora, gated=gated)
 
     def transferred(self, batch: MicroBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Return the shapes of what this chunk receives from the previous one and sends on; None at the ends."""
+        """Return the shapes of the tensors that this chunk receives and sends; None at the ends of the pipeline."""
         context = self._context(batch, device=batch.text.tokens.device)
         received = None if self.is_first else _shape_before(self.names[0], self.carried, self.states, context)
         if self.next_name is None:
@@ -145,7 +145,7 @@ class VLMChunk(MegatronModule):
         return MicroBatchContext(batch, self.run_config, self.groups, device=device, **wants)
 
     def set_input_tensor(self, tensors: list[Tensor | None] | Tensor | None) -> None:
-        """Take what the previous chunk sent; the schedule calls it before `forward`."""
+        """Store the tensor that the previous chunk sent; the schedule calls this before `forward`."""
         self.input_tensor = tensors[0] if isinstance(tensors, list) else tensors
 
     def forward(self, batch: MicroBatch, *, logits: bool = False, top: int | None = None) -> Tensor:
@@ -154,7 +154,7 @@ class VLMChunk(MegatronModule):
         Returns:
             The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], the vectors and
             scalars of `Representation`, or with `logits=True` the logits [B, S, vocabulary] (whole on every
-            tensor-parallel rank). A batch with a continuation has those of the last position of each row alone,
+            tensor-parallel rank). With a continuation these are the logits of each row's last position,
             [B, 1, vocabulary]. With `top` it returns the statistics [B, S, 2 + 2·top] of `token_statistics`.
         """
         if self.offload is None or not torch.is_grad_enabled():
@@ -199,7 +199,7 @@ class VLMChunk(MegatronModule):
     ) -> Tensor:
         """Return the output of a transformer layer, with offloading or recomputation as configured.
 
-        `routed` are the micro-batch's rows, if the layer has experts whose load is counted.
+        `routed` has the micro-batch's row counts, if the layer has experts and their load is counted.
         """
         layer: Any = self.parts[name]
 
@@ -227,7 +227,7 @@ class VLMChunk(MegatronModule):
     def _received(self, context: MicroBatchContext) -> tuple[Any, list[Tensor]]:
         """Return hidden states and carried features from the previous chunk, detached if nothing before is trained.
 
-        The schedule sends `input.grad` back in any case. Zeros that are already there spare the backward pass
+        The schedule sends `input.grad` back in any case. Zeros set beforehand spare the backward pass
         through this chunk's frozen layers, and the previous chunk, which needs no gradient, ignores them.
         """
         tensor = self.input_tensor
@@ -244,7 +244,7 @@ class VLMChunk(MegatronModule):
         return hidden if self.hidden_trained else hidden.detach(), others[: self.carried]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters by local name. Transformer Engine's extra state is a pickle, and is never written or read."""
+        """Load parameters by local name. Transformer Engine's extra state, a pickle, is never written or read."""
         extra = {
             f"{name}._extra_state": None
             for name, module in self.named_modules()

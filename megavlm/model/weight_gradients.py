@@ -1,7 +1,7 @@
 """Delayed weight gradients: a backward pass computes the gradients of inputs, and those of weights follow later.
 
-The backward pass of a linear layer y = x·Wᵀ has two products. gradₓ = g·W is what the previous pipeline stage waits
-for; grad_W = gᵀ·x is needed at the end of the step alone, and can fill a bubble of the pipeline ("Zero Bubble
+The backward pass of a linear layer y = x·Wᵀ has two products. The previous pipeline stage waits for gradₓ = g·W. The
+other, grad_W = gᵀ·x, is needed only at the end of the step, and can fill a bubble of the pipeline ("Zero Bubble
 Pipeline Parallelism", Qi et al. 2023). Until then x and g are kept.
 """
 
@@ -42,14 +42,14 @@ class WeightGradients:
             self._now = None
 
     def leave(self, weights: Weights, compute: Compute) -> None:
-        """Take the function that computes a layer's weight gradients; call it at once if nothing is delayed now."""
+        """Store the function that computes a layer's weight gradients; outside `left_by`, call it at once."""
         if self._now is None:
             _accumulate(weights, compute)
         else:
             self._now.append((weights, compute))
 
     def compute(self, chunk: int, micro_batch: int) -> None:
-        """Compute the weight gradients that a backward pass delayed, in its order, and free what they needed."""
+        """Compute the weight gradients that a backward pass delayed, in its order, and free their inputs."""
         left = self._left.pop((chunk, micro_batch))[::-1]
         while left:
             _accumulate(*left.pop())
@@ -72,7 +72,7 @@ def _accumulate(weights: Weights, compute: Compute) -> None:
 
 @dataclass(frozen=True)
 class LaterGradient:
-    """A weight whose gradient is delayed. It is no tensor to autograd, which therefore has no path to the weight."""
+    """A weight whose gradient is delayed. It is no tensor, so autograd has no path to the weight."""
 
     weight: Tensor
     gradients: WeightGradients
@@ -188,7 +188,7 @@ class _Store:
         self._weights, self._gradients = weights, gradients
 
     def delay_wgrad_compute(self) -> bool:
-        """Return True, so that the layer calls `put`."""
+        """Return True, so that Transformer Engine's layer calls `put`."""
         return True
 
     def put(self, inputs: Sequence[Tensor], product: Callable[..., Sequence[Tensor]]) -> None:
@@ -200,8 +200,8 @@ class _Store:
 class LeavesToStore:
     """Base class in front of Transformer Engine's `Linear` and `LayerNormLinear`.
 
-    A forward pass sees copies of weight and bias that share their memory, so that its backward pass gives the
-    parameters no gradient, and DDP's hooks on them run once the gradients are computed.
+    A forward pass uses copies of weight and bias that share their memory. So its backward pass gives the parameters no
+    gradient, and DDP's hooks on them run when the delayed gradients are computed.
     """
 
     weight_gradients: WeightGradients
@@ -227,7 +227,7 @@ class LeavesToStore:
 def leave_weight_gradients(chunk: nn.Module, gradients: WeightGradients) -> None:
     """Let the linear layers of a chunk delay their weight gradients by `gradients`.
 
-    These are layers of megatron-core and, without FP8, of Transformer Engine, and modules with an attribute
+    These are linear layers of megatron-core and, without FP8, of Transformer Engine, and modules with an attribute
     `weight_gradients`. Other weights get their gradients in the backward pass.
     """
     module: Any
