@@ -1,4 +1,4 @@
-"""What layers must know of a micro-batch: sequence bounds, masks, rotary angles and shapes."""
+"""Sequence bounds, masks, rotary angles and shapes of a micro-batch, for the layers of a chunk."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from megavlm.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class MicroBatchContext:
-    """What layers must know of a micro-batch. Each property is computed once per chunk, when it is first read."""
+    """Layouts, packings, rotary angles and shapes of a micro-batch, computed once per chunk when a layer reads them."""
 
     batch: MicroBatch
     config: Config
     groups: Groups
     device: torch.device
     wants_logits: bool = False  # whether the output layer returns logits instead of the loss
-    top: int | None = None  # it returns the statistics of trained tokens with so many likeliest ones; None: it does not
-    # [S(/TP), B, H] each: what layers that predict further tokens read beside hidden states (`states_before`)
+    top: int | None = None  # the output layer returns `token_statistics` with so many likeliest tokens
+    # [S(/TP), B, H] each: inputs of multi-token prediction in addition to hidden states (`states_before`)
     states: list[Tensor] = field(default_factory=list)
 
     @cached_property
@@ -60,7 +60,7 @@ class MicroBatchContext:
 
     @cached_property
     def merged_layout(self) -> VisionLayout:
-        """Return the layout behind the tower's merger."""
+        """Return the layout after the tower's merger."""
         return self.layout.merged()
 
     def layout_at(self, name: str) -> VisionLayout:
@@ -71,7 +71,7 @@ class MicroBatchContext:
     def image_packing(self) -> Packing:
         """Return the sequences of vision layers that attend over whole images."""
         vision = self.config.model.vision
-        # Blocks that are merged later have one size: each image's are joined as they are.
+        # Blocks that are merged later have one size, so that each image's blocks are consecutive without reordering.
         order = self.layout.image_order(self.device) if vision.merger_layer is None else None
         return packed(
             self.layout.bounds,
@@ -83,7 +83,7 @@ class MicroBatchContext:
 
     @cached_property
     def merged_packing(self) -> Packing:
-        """Return the sequences of vision layers behind the tower's merger."""
+        """Return the sequences of vision layers after the tower's merger."""
         vision, layout = self.config.model.vision, self.merged_layout
         usual = _usual_length(vision) // tower_merge(vision) ** 2
         return packed(layout.bounds, self.device, usual=usual, padding=self._padding(layout))
@@ -96,7 +96,7 @@ class MicroBatchContext:
 
     @cached_property
     def language_packing(self) -> Packing | None:
-        """Return the sequences and masks of layers without a window; None if each row is one causal sequence."""
+        """Return the packing of language layers without a window; None if each row is one causal sequence."""
         if self.batch.continuation is not None:
             return self._cached(self.batch.continuation, window=None)
         if masks_all_layers(self.config.model.language):
@@ -112,7 +112,7 @@ class MicroBatchContext:
 
     @cached_property
     def linear_packing(self) -> Packing:
-        """Return the sequences of layers with linear attention, whole rows of them also where ranks split rows."""
+        """Return the sequences of layers with linear attention: of whole rows, even if ranks shard rows."""
         if self.batch.continuation is not None:
             return self._cached(self.batch.continuation, window=None)
         return Packing(sequences=Sequences(tuple(sorted({*self._bounds})), self.device))
@@ -126,7 +126,7 @@ class MicroBatchContext:
         return self._masked_packing(window=window)
 
     def _masked_packing(self, *, window: int | None) -> Packing:
-        """Return the sequences and masks of layers with a window of this many tokens (None: without)."""
+        """Return the sequences and masks of layers with a window of `window` tokens (None: without)."""
         spans = masked_spans(
             self._bounds,
             window=window,
@@ -139,7 +139,7 @@ class MicroBatchContext:
         return packed(self._bounds, self.device, masked=spans, padding=self._text_padding)
 
     def _cached(self, rows: Continuation, *, window: int | None) -> Packing:
-        """Return the packing of attention to a key/value cache, with a window of this many tokens (None: without)."""
+        """Return the packing of attention to a key/value cache, with a window of `window` tokens (None: without)."""
         samples, length = self.batch.text.tokens.shape
         runs = None if self._runs is None else self._runs.view(samples, length)
         beyond = self.config.model.language.bidirectional_prefix
@@ -194,17 +194,17 @@ class MicroBatchContext:
         return self._rotation(self.config.model.language)
 
     def further_rope(self, depth: int) -> Rotation:
-        """Return the rotary angles of the layer that predicts from the tokens `depth` + 1 positions further on."""
+        """Return the rotary angles of the prediction layer `depth`, of positions `depth` + 1 places further on."""
         positions = self.batch.text.further_positions
         assert positions is not None, "`with_further_tokens` sets them"
         language, dtype = self.config.model.language, DTYPES[self.config.precision.dtype]
         return rotation(rope(positions[depth], language), dtype, language.rope_attention_factor)
 
     def followed(self, states: Tensor, steps: int) -> Tensor:
-        """Return at each position the state [S(/TP), B, H] of the position `steps` later in its row.
+        """Return the states [S(/TP), B, H], shifted so that each position has the state of `steps` positions later.
 
-        Ranks that have parts of a row exchange those at the ends of parts; gradients go the opposite way. Behind the
-        end of a row come states from its beginning, which no loss depends on.
+        Ranks that share a row exchange the states at the ends of their parts; gradients go the opposite way. The last
+        positions of a row get states from its beginning, which no loss depends on.
         """
         dims, shards = self.groups.dims, self.groups.dims.tp if sequence_parallel(self.config) else 1
         parts = dims.cp * shards
@@ -235,7 +235,7 @@ class MicroBatchContext:
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:
-        """Return which tiles are one image; empty for models without tiles. A blank image is one base tile."""
+        """Return the tiles of each image; empty for models without tiles. A blank image is one base tile."""
         if self.layout.is_blank:
             return (TileGroup(grid=(0, 0), size=(0, 0)),) * (self.config.model.projector.anyres_max_tiles is not None)
         return self.batch.image_sizes.tile_groups
@@ -271,7 +271,7 @@ class MicroBatchContext:
 
     @cached_property
     def routed_rows(self) -> RoutedRows:
-        """Return what routers must know of the rows that this rank has a part of."""
+        """Return the numbers of tokens and loss terms of this rank's rows, for the losses of routers."""
         places = self._row_places
         if sequence_parallel(self.config):
             places = places.view(self.groups.dims.tp, -1)[self.groups.coords.tp]
@@ -290,7 +290,7 @@ class MicroBatchContext:
 
     @property
     def _row_counts(self) -> tuple[Tensor, Tensor]:
-        """Return for each whole row the number of tokens without padding, and of terms of the loss, [B] float32."""
+        """Return the number of tokens without padding, and of loss terms, of each whole row, [B] float32 each."""
         text, length = self.batch.text, self.batch.row_tokens.shape[1]
         counts = text.row_counts or [(length, trained) for trained in text.loss_mask.sum(-1).tolist()]
         tokens, trained = torch.tensor(counts, dtype=torch.float32).unbind(-1)
@@ -313,9 +313,9 @@ class MicroBatchContext:
 
     @cached_property
     def feature_rows(self) -> Tensor:
-        """Return [F'] int64: the row of each colocated encoder's feature in this rank's flattened hidden states.
+        """Return the row of each feature of a colocated encoder in this rank's flattened hidden states, [F'] int64.
 
-        Those are [S·B] rows, or [S/TP·B] with sequence parallelism.
+        The hidden states have S·B rows, or S/TP·B with sequence parallelism.
         """
         assert self.batch.features is not None
         samples, length = self.batch.text.tokens.shape
@@ -324,9 +324,9 @@ class MicroBatchContext:
         return (positions % length - first) * samples + positions // length
 
     def of_this_part(self, features: Tensor) -> Tensor:
-        """Return the features [F', 1, H] of this context-parallel rank's part of the text, from those of its images.
+        """Return the features [F', 1, H] of this context-parallel rank's part of the text, given those of its images.
 
-        Ranks exchange them; the gradients go the opposite way.
+        Ranks exchange features in an all-to-all; gradients go the opposite way.
         """
         dealt = None if self.batch.context is None else self.batch.context.images
         if dealt is None:
@@ -355,7 +355,7 @@ class MicroBatchContext:
 
 
 def _usual_length(vision: VisionConfig) -> int:
-    """Return the number of image tokens of a full-size image if the tower has learned positions, else 0."""
+    """Return the number of vision tokens of a full-size image if the tower has learned positions, else 0."""
     if vision.position_embedding == "rope2d":
         return 0
     return (vision.image_size // vision.patch_size) ** 2 + vision.class_token

@@ -1,16 +1,16 @@
 """Attention to rows sharded over context-parallel ranks, by an all-to-all over heads (Ulysses; Jacobs et al. 2023).
 
-Before and after attention each rank has some positions of all heads, within it all positions of some heads. The
+Before and after attention each rank has some positions of all heads, in attention all positions of some heads. The
 exchange is its own inverse, and so its own gradient (megatron-core's `all_to_all`). Packing, masks and kernels are
 those of one process, and every rank computes equally much however samples are packed.
 
 If there are more ranks than heads allow, they form groups: heads are exchanged within a group, and each group gathers
 all keys and values for its own queries (Llama 3). A row is sharded over the groups (`RowSplit`): each has two runs of
-it, one from either end, so that all compute equally many scores in a row of one sample.
+the row, one from either end, so that all groups compute equally many scores in a row of one sample.
 
 Legend: S positions, B rows, C context-parallel ranks, E of them that exchange heads (C where there is one group), D
-head width, and on each of these ranks N query heads and G key/value heads before the exchange.
-K is the number of groups, R = S/2K the positions of a run.
+head width, V that of values, and on each of these ranks N query heads and G key/value heads before the exchange. K is
+the number of groups, R = S/2K the positions of a run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def in_order_of_rows(gathered: Tensor, groups: int) -> Tensor:
 
 
 def own_runs(whole: Tensor, groups: int, group: int) -> Tensor:
-    """Return the part of a group [2R, …] of whole rows [S, …]: a run from either end."""
+    """Return a group's part [2R, …] of whole rows [S, …]: a run from either end."""
     runs = whole.unflatten(0, (2 * groups, -1))
     return torch.cat([runs[group], runs[2 * groups - 1 - group]])
 
@@ -90,7 +90,7 @@ def attend_to_earlier(
 def across_context(attention: type) -> type:
     """Return a subclass of the core attention `attention` for rows that are sharded over context-parallel ranks.
 
-    While answers are generated each rank has whole rows, as in the key/value cache, and nothing is exchanged.
+    In generation each rank has whole rows, like the key/value cache, and nothing is exchanged.
     """
 
     class ContextAttention(attention):  # type: ignore[misc, unused-ignore]
@@ -107,9 +107,9 @@ def across_context(attention: type) -> type:
             packed_seq_params: Packing | None = None,
             **kwargs: Any,
         ) -> Tensor:
-            """query [S/C, B, N, D], key [S/C, B, G, D] and value [S/C, B, G, E] → [S/C, B, N·E].
+            """Return the attention [S/C, B, N·V] of query [S/C, B, N, D], key [S/C, B, G, D] and value [S/C, B, G, V].
 
-            Key and value may also be those of whole rows, [S, B, G, ·], where no heads are exchanged.
+            Key and value may also be those of whole rows, [S, B, G, ·], if no heads are exchanged.
             """
             packing, width, ranks = packed_seq_params, value.shape[-1], self.context.split.heads
             if packing is not None and packing.cached is not None:
@@ -157,9 +157,9 @@ def copies_of_heads(heads: int, ranks: int) -> int:
 
 
 def heads_for_ranks(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, list[int]]:
-    """Return what to send to each of E ranks, [E, S/C, B, channels], and how many channels come from each tensor.
+    """Return the heads to send to each of E ranks, [E, S/C, B, channels], and the number of channels of each tensor.
 
-    Each gets equally many consecutive heads of each tensor [S/C, B, heads, width]. Key/value heads that E does not
+    Each rank gets equally many consecutive heads of each tensor [S/C, B, heads, width]. Key/value heads that E does not
     divide are repeated. As E divides the N query heads, lcm(G, E) divides them too: each rank has the keys of its
     queries.
     """

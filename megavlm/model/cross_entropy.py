@@ -44,7 +44,8 @@ def vocab_parallel_cross_entropy(
     """Return −log softmax(logits)[label] of each position, and m and s of its softmax exp(x − m)/s: [T] fp32 each.
 
     The logits [T, W], in any precision, are overwritten with the gradient of the loss: (softmax − 1[label]) · `unit_of`
-    their type; of logits that `bounded` bent, with that of those before. A label [T] in no rank's columns has logit 0.
+    their type. With `softcap` it is the gradient of the logits before `bounded`. A label [T] in no rank's columns has
+    logit 0.
     """
     columns, held = own_columns(labels, first=group.rank() * logits.shape[1], width=logits.shape[1])
     predicted = label_logits(logits, columns, held)
@@ -74,7 +75,7 @@ def te_cross_entropy(
 
 
 def unit_of(dtype: torch.dtype) -> float:
-    """Return the scale of logit gradients. In fp16, unscaled probabilities below 6e-8 would become 0."""
+    """Return the scale of stored logit gradients: in fp16, unscaled probabilities below 6e-8 would become 0."""
     return 2.0**12 if dtype == torch.float16 else 1.0
 
 
@@ -85,14 +86,14 @@ def in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def own_columns(labels: Tensor, *, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each label among `width` from `first` on (else 0), and whether it is there, [T] each."""
+    """Return each label's column among `width` from `first` on (else 0), and whether it is one of them, [T] each."""
     columns = labels - first
     held = (columns >= 0) & (columns < width)
     return columns.where(held, 0), held
 
 
 def label_logits(logits: Tensor, columns: Tensor, held: Tensor) -> Tensor:
-    """Return x[label] of each position, [T] fp32; 0 if another rank has it."""
+    """Return the logit of each position's label, [T] fp32; 0 if another rank has it."""
     return logits.gather(1, columns[:, None])[:, 0].float().where(held, 0.0)
 
 
@@ -103,7 +104,7 @@ def _largest_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def over_ranks(largest: Tensor, sums: Tensor, predicted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Return maximum, sum and label logit [T] over the whole vocabulary from those of each rank: two all-reduces."""
+    """Reduce the per-rank maximum, sum and label logit [T] over tensor-parallel ranks, in two all-reduces."""
     if group.size() == 1:
         return largest, sums, predicted
     whole = largest.clone()
@@ -138,7 +139,7 @@ _ALIGNED = 16  # rows of a block are a multiple of this: fast products need alig
 class LossOptions:
     """How the loss is computed: `chunk` positions at a time, from logits whose columns are sharded over `group`.
 
-    `real`: the number of this rank's columns that are no padding. `sums_in_place`: NVIDIA Apex's kernel adds the
+    `real`: the number of this rank's columns without padding. `sums_in_place`: NVIDIA Apex's kernel adds the
     weight's gradient to its `main_grad`.
     """
 
@@ -155,7 +156,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, options
     """Return the cross entropy of each position, fp32 [T], from hidden states [T, H], weight [W, H] and labels [T].
 
     The gradient of the hidden states is this rank's share of a sum over tensor-parallel ranks. The backward pass
-    overwrites what was saved, so autograd refuses a second one.
+    overwrites the saved tensors, so autograd refuses a second one.
     """
     reached, later = hidden.requires_grad and torch.is_grad_enabled(), None
     if options.weight_gradients is not None and has_halves(hidden, weight):
@@ -261,7 +262,7 @@ def _destination(weight: Tensor, hidden: Tensor, main_grad: Tensor | None) -> tu
 
 
 def block_rows(width: int, positions: int, *, chunk: int) -> int:
-    """Return the rows of a block of the vocabulary.
+    """Return the number of rows of a block of the vocabulary.
 
     The vocabulary is cut into as many blocks as there are chunks of positions, so that the logits [T, V] of a block
     take as much memory as those of a chunk, [chunk, W].
@@ -271,7 +272,7 @@ def block_rows(width: int, positions: int, *, chunk: int) -> int:
 
 
 def bounded(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return c · tanh(x / c) of logits x with the bound c, in their place; without one the logits."""
+    """Return the logits x bounded to c · tanh(x / c), in place, with the softcap c; None: unchanged."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -283,15 +284,16 @@ def logits_of(hidden: Tensor, weight: Tensor, *, real: int, softcap: float | Non
     return logits
 
 
-LOGPROB, ENTROPY = range(2)  # of statistics; then the largest log-probabilities, and the tokens that they are of
+LOGPROB, ENTROPY = range(2)  # of statistics; then the largest log-probabilities, and their tokens
 
 
 @torch.no_grad()
 def token_statistics(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, *, top: int) -> Tensor:
     """Return the statistics of each position, [T, 2 + 2·top] float64, from hidden states [T, H] and weight [W, H].
 
-    The log-probability is that of the label [T]. All ranks return the same. With m the largest logit x of a position
-    over all ranks, S = Σ exp(x − m) and D = Σ exp(x − m)·(x − m) over the vocabulary, log Z = m + log S, and
+    They are the log-probability of the label [T], the entropy H, the `top` largest log-probabilities, and their tokens.
+    All ranks return the same. With m the largest logit x of a position over all ranks, S = Σ exp(x − m) and
+    D = Σ exp(x − m)·(x − m) over the vocabulary, log Z = m + log S, and
 
         H = −Σ p·log p = log Z − Σ p·x = log S − D / S      with p = exp(x − m) / S.
     """

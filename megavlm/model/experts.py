@@ -2,7 +2,7 @@
 
 torch's `grouped_mm` runs on every device, so CPUs compute the same as GPUs; FP8 has other products (`emulated`,
 `te_product`) of the same weights. Rows are those of expert 0, then those of expert 1, …; an expert without tokens has
-no rows, and its gradient is zero. A checkpoint has one tensor for all experts of a layer, as that of megatron-core's own
+no rows, and its gradient is zero. A checkpoint has one tensor for all experts of a layer, as with megatron-core's own
 experts, whatever their number per rank:
 
     linear_fc1.weight [E, 2F, H]   gate rows, then up rows, of each expert

@@ -1,19 +1,19 @@
 """Ends of the language model: the embedding with image features merged in, and the output with its loss.
 
 The output layer of a model that embeds texts pools hidden states into one vector for each text. DeepStack (Meng et al.
-2024; Qwen3-VL) adds features of inner vision layers to the first language layers: merger j turns what vision layer d_j
-puts out into features [F, 1, H], which are added to the hidden states of the image tokens after language layer j.
+2024; Qwen3-VL) adds features of inner vision layers to the first language layers: merger j turns the output of vision
+layer d_j into features [F, 1, H], which are added to the hidden states of the image tokens after language layer j.
 In between they are sent along with the hidden states past every cut of the pipeline.
 
-**Multi-token prediction** (MTP): layers behind the language model each predict a token further ahead. With h⁰ the
-language model's last hidden states and E the embeddings that it read, depth k = 1 … D computes
+**Multi-token prediction** (MTP): layers after the language model, each of which predicts a token further ahead. With h⁰
+the language model's last hidden states and E the embeddings that it read, depth k = 1 … D computes
 
     hᵏ_t = norm( Layer_k( W_k [norm(E_{t+k}); norm(hᵏ⁻¹_t)] ) )
 
 and the output layer predicts token t + k + 1 from hᵏ_t (DeepSeek-V3, DeepSeek-AI 2024, section 2.2; Gloeckle et al.
-2024). Layer_k is a transformer layer like others, under positions that are k places further on, too. E of an image
-token is its feature, as for the language model. E comes from the first language stage with the hidden states, past each
-cut: so no stage needs another copy of the embedding, nor the images' features. A cut sends twice as many bytes for it.
+2024). Layer_k is a transformer layer like others, with positions that are k places further on, too. E of an image token
+is its feature, as for the language model. E comes from the first language stage with the hidden states, past each cut:
+so no stage needs another copy of the embedding, nor the images' features, but a cut sends at least twice as many bytes.
 
 Legend: B samples, S positions, H width, F image features, W vocabulary (padded to a multiple of TP), R texts of a
 micro-batch, K positions that are pooled.
@@ -60,7 +60,7 @@ class Embedding(MegatronModule):
     """
 
     def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups, scale: float = 1.0) -> None:
-        """Build the embedding, whose output is multiplied by `scale`."""
+        """Build the embedding. Its output is multiplied by `scale`."""
         super().__init__(config=layer_config)
         self.tp_group = groups.tp
         # Rounded to the type of the weights, as in Transformers.
@@ -92,7 +92,7 @@ class Embedding(MegatronModule):
 class Output(MegatronModule):
     """The output layer with its cross entropy, or the logits alone: [S(/TP), B, H] → loss [B, S], logits [B, S, W]."""
 
-    reads_below = True  # `linear`'s weight, some rows of which it multiplies at a time
+    reads_below = True  # it reads `linear`'s weight itself, some rows at a time
     weight_gradients: WeightGradients | None = None
 
     def __init__(
@@ -107,8 +107,8 @@ class Output(MegatronModule):
         softcap: float | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Build the output layer. `chunk` positions have logits in memory at a time while the loss is computed; they
-        are multiplied by `scale`, and then bounded by `softcap`.
+        """Build the output layer. The loss holds the logits of `chunk` positions in memory at a time. Logits are
+        multiplied by `scale`, and then bounded by `softcap`.
         """
         super().__init__(config=layer_config)
         self.scale = scale
@@ -139,7 +139,7 @@ class Output(MegatronModule):
     ) -> Tensor:
         """Return the cross entropy of each prediction, fp32 [B, S], for labels [B, S]; `weight` is a tied embedding's.
 
-        `positions` [L] are those of the flattened [B·S] that have a loss, by default all; that of the others is 0.
+        `positions` [L] of the flattened [B·S] have a loss, by default all; the loss of the others is 0.
         """
         # A tied weight's gradient is not delayed: its two gradients are summed before they are rounded.
         options = replace(self.options, weight_gradients=self.weight_gradients if weight is None else None)
@@ -152,7 +152,7 @@ class Output(MegatronModule):
         return losses.new_zeros(labels.numel()).index_copy(0, positions, losses).view(samples, length)
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None, *, at: Tensor | None = None) -> Tensor:
-        """Return this rank's columns of the logits, [S, B, W/TP], without a loss, for answers and comparisons.
+        """Return this rank's columns of the logits, [S, B, W/TP], for generation and comparisons.
 
         `at` [B] selects one position of each row: [1, B, W/TP].
         """
@@ -179,7 +179,7 @@ class Output(MegatronModule):
         return whole.index_copy_(0, chosen, found).unflatten(0, (samples, length))
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all positions, [S, B, H], with the factor of the logits, which are many more."""
+        """Return the scaled hidden states of all positions, [S, B, H]; scaling the logits would cost more."""
         if self.scale != 1:
             hidden = hidden * self.scale
         if self.linear.sequence_parallel:
@@ -193,7 +193,7 @@ class Output(MegatronModule):
 
 
 class PredictionInput(MegatronModule):
-    """What a layer that predicts a further token reads: W [norm(embeddings); norm(hidden states)], [S, B, H].
+    """Input of a layer for multi-token prediction: W [norm(embeddings); norm(hidden states)], [S(/TP), B, H].
 
     W is replicated. Under sequence parallelism each rank multiplies its own positions, and gradients are summed.
     """
@@ -215,8 +215,8 @@ class PredictionInput(MegatronModule):
 class Representation(MegatronModule):
     """Pooling of hidden states, [S(/TP), B, H] → fp32 [R·H + learned scalars], with the learned scalars of the loss.
 
-    The scalars follow the vectors, so that the loss returns one gradient for all. The loss normalises the vectors, for
-    each width that it is applied to.
+    The scalars follow the vectors, so that the loss returns one gradient for all. The loss normalises the vectors,
+    separately for each width at which it is computed.
     """
 
     def __init__(self, learned: tuple[str, ...], *, layer_config: TransformerConfig, groups: Groups) -> None:
@@ -232,7 +232,7 @@ class Representation(MegatronModule):
         """Return the vectors of all texts of a micro-batch, the same on all tensor- and context-parallel ranks.
 
         A rank pools its own positions, and the sum over ranks gives the vectors. Each rank computes the same loss from
-        them, so each has the whole gradient, which is also that of its own positions.
+        them, so each has the whole gradient, which is also that of its own pooled sums.
         """
         assert text.pool is not None, "the data loader says which positions are pooled"
         assert text.pool_weights is not None
@@ -265,7 +265,7 @@ def pack(hidden: Tensor, carried: Sequence[Tensor]) -> Tensor:
 def unpack(
     packed: Tensor, *, hidden: tuple[int, int], carried: Sequence[tuple[int, ...]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return what `pack` joined: hidden states of shape [any, *hidden], and tensors with the shapes in `carried`."""
+    """Split a tensor of `pack` into hidden states [any, *hidden] and tensors with the shapes in `carried`."""
     if not carried:
         return packed, []
     sizes = [prod(shape) for shape in carried]
@@ -282,8 +282,8 @@ def add_features(
         positions: [F] index into the flattened [B·S] tokens; empty for a blank image's feature, which is added nowhere
             but stays in the graph, so that its merger gets a gradient of zero.
         length: S.
-        sequence_group: ranks over which S is sharded, each of which adds what falls into its part. Backward sums the
-            features' gradients over them, as every rank holds all features.
+        sequence_group: ranks over which S is sharded; each adds the features of its own positions. The backward pass
+            sums the features' gradients over these ranks, because every rank holds all features.
     """
     features = features[: positions.numel()]
     sample, position = positions // length, positions % length

@@ -1,7 +1,7 @@
 """Modules of transformer layers: torch's, torch's with emulated FP8, or Transformer Engine's.
 
-A layer is megatron-core's in any case, and so are the names of its parameters in checkpoints. What Transformer Engine
-has no part for (norms over all heads, LayerScale) is ours everywhere.
+A layer is megatron-core's in any case, and so are the names of its parameters in checkpoints. Modules that Transformer
+Engine lacks (norms over all heads, LayerScale) are this package's with every implementation.
 
 Activations of the MLP save their input alone and recompute the rest in the backward pass. Autograd would also save
 silu(gate) for SwiGLU, gelu(gate) for GeGLU and σ(1.702x) for quick GELU, one more tensor of the largest width in a
@@ -175,7 +175,7 @@ def with_bias_inside(linear: type) -> type:
 
 
 class Execution:
-    """Contexts that layers run in. This base class adds none."""
+    """Contexts of the forward passes of chunks and layers, and recomputation. This base class has no contexts."""
 
     def chunk(self, layers: Sequence[tuple[str, Any]]) -> AbstractContextManager[Any]:
         """Return the context for a forward pass through a chunk with these transformer layers."""
@@ -262,8 +262,8 @@ def _compiled_rotary(interleaved: bool) -> Rotary:
 def cross_entropy_of(config: Config) -> CrossEntropy:
     """Return the cross entropy of logits: Transformer Engine's kernel with its layers, else PyTorch's operations.
 
-    The kernel rounds probabilities to the logits' type before they are scaled, which fp16 is too narrow for, and leaves
-    no logits from which the slope of their bound could be computed.
+    The kernel rounds probabilities to the logits' type before they are scaled, which is too coarse for fp16, and leaves
+    no logits from which the slope of the softcap could be computed.
     """
     if (softcap := config.model.language.final_softcap) is not None:
         return partial(vocab_parallel_cross_entropy, softcap=softcap)
@@ -276,7 +276,7 @@ def cross_entropy_of(config: Config) -> CrossEntropy:
 
 
 def _operands(config: Config, groups: Groups) -> Callable[[], Operands]:
-    """Return a function that makes the operands of a layer, with scaling histories of its own."""
+    """Return a function that makes a layer's FP8 operands, each call with new scaling histories."""
     if config.precision.fp8_recipe == "tensorwise":
         return partial(current_operands, config.precision.fp8, groups.tp)
     length = config.precision.fp8_amax_history_len
@@ -291,7 +291,7 @@ def _emulated_products(config: Config) -> Products:
 
 
 def execution_of(config: Config, groups: Groups) -> Execution:
-    """Return the contexts that layers run in: plain, emulated FP8, or Transformer Engine's FP8."""
+    """Return the `Execution` of layers: plain, emulated FP8, or Transformer Engine's FP8."""
     if config.precision.fp8 == "none":
         return Execution()
     if implementation(config) == "torch":
@@ -302,10 +302,10 @@ def execution_of(config: Config, groups: Groups) -> Execution:
 
 
 def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
-    """Return the FP8 fields of megatron-core's configuration for these parts of the model, where its kernels run.
+    """Return the FP8 fields of megatron-core's configuration for these parts of the model; none without its kernels.
 
-    Emulated FP8 does not concern megatron-core. `layer_precision` decides which layers stay in high precision, and not
-    megatron-core's own option.
+    Emulated FP8 does not concern megatron-core. `layer_precision`, not megatron-core's own option, decides which layers
+    stay in high precision.
     """
     if implementation(config) != "te" or not any(fp8_in(part, config) for part in parts):
         return {}
@@ -323,7 +323,7 @@ def accumulation_fields(config: Config, part: str) -> dict[str, Any]:
 
     In a layer's first pass (`is_first_microbatch`) it overwrites `main_grad`: once a step with FP8, else once a run.
     That loses gradients if the backward pass of another micro-batch came before, as in a colocated encoder, whose
-    backward passes run in reverse. So layers without FP8 never get that mark. Layers with FP8 need it, to keep their
+    backward passes run in reverse. So layers without FP8 never get this mark. Layers with FP8 need it, to keep their
     rounded weights through a step. They are in the pipeline, where the first pass is also the first to run backward.
     """
     if implementation(config) != "te" or not _sums_in_place(config):

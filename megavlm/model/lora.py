@@ -1,10 +1,11 @@
 """LoRA (Hu et al. 2021) in any layout: y = W·x + (α/r)·B·A·dropout(x), with one A and B per Hugging Face linear layer.
 
-megatron-core fuses query, key and value (per key/value head) and gate over up; PEFT has an adapter for each. So have
-these: their outputs are put in the order of the fused rows. Legend: x [S(/TP), B, K], r rank, M rows of a linear.
+megatron-core fuses query, key and value (per key/value head) and gate over up; PEFT has an adapter for each. These
+modules have, too: the adapters' outputs are put in the order of the fused rows. Legend: x [S(/TP), B, K], r rank, M
+rows of a linear.
 
 Column-parallel layers: A [r, K] is whole on every rank, B [M/TP, r] has a rank's rows. A·x is computed on this rank's
-share of the sequence and gathered (r numbers a token instead of K), and its gradient summed on the way back.
+share of the sequence and gathered (r numbers a token instead of K); the backward pass sums its gradient.
 Row-parallel layers: A [r, K/TP] has a rank's columns, so A·x is a partial sum; it is reduced at width r, to this rank's
 share of the sequence, where B [M, r], whole on every rank, is applied.
 
@@ -55,7 +56,7 @@ class Adapter(nn.Module):
 
 
 class _Adapters(nn.ModuleDict):
-    """The adapters of a linear layer by name, its submodule `lora`."""
+    """The adapters of a linear layer by name; the layer's submodule `lora`."""
 
     def __init__(self, adapters: dict[str, Adapter], lora: LoraConfig) -> None:
         super().__init__(adapters)
@@ -71,7 +72,7 @@ class _Adapters(nn.ModuleDict):
 
 
 class _LoraLinear:
-    """Base class in front of a linear layer's class: torch's, emulated FP8's or Transformer Engine's."""
+    """Mixin in front of a linear layer's class: torch's, emulated FP8's or Transformer Engine's."""
 
     reads_below = True  # A and B of adapters that are never called
 
@@ -82,7 +83,7 @@ class _LoraLinear:
 
 
 class LoraColumnParallelLinear(_LoraLinear):
-    """A column-parallel layer whose output is one block, [gate; up], or queries, key and value per key/value head."""
+    """A column-parallel layer with adapters: its output is one block, [gate; up], or q, k and v per key/value head."""
 
     blocks: dict[str, int]  # rows of each linear per group on this rank, in their order; adapters may lack some
     repeats: int  # groups on this rank
@@ -116,7 +117,7 @@ class LoraColumnParallelLinear(_LoraLinear):
 
 
 class LoraRowParallelLinear(_LoraLinear):
-    """A row-parallel layer: attention's output, or the MLP's second layer."""
+    """A row-parallel layer with an adapter: attention's output, or the MLP's second layer."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)  # type: ignore[misc]
@@ -135,7 +136,7 @@ class LoraRowParallelLinear(_LoraLinear):
 
 
 class LoraWholeLinear(_LoraLinear):
-    """A layer that is whole on every rank, and so are A and B."""
+    """A linear layer that is replicated on all ranks, like its A and B."""
 
     def forward(self, x: Tensor) -> Tensor:
         (adapter,) = self.lora.values()
@@ -248,7 +249,7 @@ class ExpertAdapter(nn.Module):
                 param.shared = etp.rank() > 0  # type: ignore[attr-defined]  # the norm counts one copy
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """Return [T, M] for x [T, K]."""
+        """Return the adapter's output [T, M] for x [T, K], ordered by expert."""
         return grouped(grouped(x, self._factor("A"), rows), self._factor("B"), rows) * self.scale
 
     def _factor(self, name: str) -> Tensor:
@@ -265,7 +266,7 @@ class ExpertAdapter(nn.Module):
 
 
 class AdaptedExpertWeight(ExpertWeight):
-    """Class that replaces `ExpertWeight` where it is adapted; the adapter is its submodule `lora`."""
+    """An `ExpertWeight` with an adapter, its submodule `lora`."""
 
     lora: nn.ModuleDict
 

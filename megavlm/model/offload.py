@@ -1,6 +1,6 @@
 """Offloading of saved activations to host memory until their backward pass (`--offload activations`).
 
-Copies run one layer behind the forward pass and one layer ahead of the backward pass, beside what the device computes:
+Copies overlap with computation, one layer behind the forward pass and one layer ahead of the backward pass:
 
     forward    layer 1 │ layer 2          │ layer 3          │ …      at most two layers' tensors are on the device:
     copies             │ tensors of 1 out │ tensors of 2 out │ …      those of 1 are freed when layer 3 begins
@@ -34,7 +34,7 @@ _PLAIN = (Tensor, FakeTensor)  # types whose tensors have a storage of their own
 
 
 class Offload:
-    """Offloading of what the layers of a rank's chunks save for their backward pass.
+    """Offloading of the tensors that the layers of a rank's chunks save for their backward pass.
 
     A pass calls `begin_pass`, runs each layer within `layer`, and gives its output to `expect_backward`.
     """
@@ -51,7 +51,7 @@ class Offload:
 
     @contextmanager
     def layer(self, module: nn.Module, *stays: Any) -> Iterator[None]:
-        """Offload what autograd saves within this context, the forward pass of a layer.
+        """Offload the tensors that autograd saves within this context, the forward pass of a layer.
 
         The layer's parameters, the tensors in `stays` (which other layers use as well) and small tensors stay.
         """
@@ -97,7 +97,7 @@ class _Saved:
 
 
 class _Layer:
-    """What one layer saves in one pass. Autograd owns it, so that what autograd frees is freed here, too."""
+    """The tensors that one layer saves in one pass. Autograd owns it, so that freed tensors are freed here, too."""
 
     def __init__(
         self, copies: HostCopies, module: nn.Module, stays: tuple[Any, ...], *, before: _Layer | None, smallest: int
@@ -113,7 +113,7 @@ class _Layer:
         self._here = True
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps in place of a tensor: a `_Saved`, or the tensor itself if it is not offloaded."""
+        """Return autograd's substitute for a tensor: a `_Saved`, or the tensor itself if it is not offloaded."""
         if isinstance(tensor, nn.Parameter):
             return tensor
         if self._module is not None:  # not earlier: sharded parameters are whole only while the layer runs
@@ -156,7 +156,7 @@ class _Layer:
         return [stored for reference in self._all if (stored := reference()) is not None]
 
     def send(self) -> bool:
-        """Begin to copy everything to the host after the forward pass; return whether there is anything."""
+        """Begin to copy the saved tensors to the host after the forward pass; return whether there are any."""
         self._known.clear()
         alive = self._alive()
         if not alive:
@@ -174,7 +174,7 @@ class _Layer:
             stored.here = None
 
     def fetch(self) -> None:
-        """Begin to copy everything back, unless it is on the device or on its way."""
+        """Begin to copy the saved tensors back, unless they are on the device or on their way."""
         if self._here:
             return
         self._here = True

@@ -1,6 +1,6 @@
-"""Shards of weights whose rows tensor-parallel ranks do not divide evenly, or pad to align them.
+"""Shards of weights whose rows are not divided evenly over tensor-parallel ranks, or padded for alignment.
 
-With them, checkpoints, initial weights and imports see the model's rows alone, and neither padding nor shared heads.
+These shards show checkpoints, initial weights and imports the model's rows alone, without padding or shared heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary positions, and the split of the fused projection into queries, keys and values.
+"""Rotary embedding, and the split of the fused projection into queries, keys and values.
 
 Legend: S positions, B rows, G local key/value heads with R query heads each, N = G·R, D head width. `mixed`
 [S, B, G, (R + 2)·D] has for each key/value head its queries, its key and its value; `sizes` are R·D, D and D.
@@ -23,7 +23,7 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query [S, B, N, D], key and value [S, B
 class Rotation(NamedTuple):
     """Rotary angles with cos and sin, once for all layers: [S, B or 1, 1, D], the same for both channels of a pair.
 
-    D may be less than a head's width: then its other channels do not rotate.
+    D may be less than a head's width: then the head's other channels do not rotate.
     """
 
     angles: Tensor  # float32
@@ -32,15 +32,15 @@ class Rotation(NamedTuple):
 
 
 def rotation(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotation:
-    """Return the rotary angles with their cos and sin in `dtype`; what rotates grows by `factor`."""
+    """Return the rotary angles with cos and sin in `dtype`, both multiplied by `factor`."""
     cos, sin = ((x if factor == 1 else x * factor).to(dtype) for x in (angles.cos(), angles.sin()))
     return Rotation(angles, cos, sin)
 
 
 class Rotary:
-    """Rotation with torch: three kernels for queries, three for keys, one that copies values, unless they are compiled.
+    """Rotary embedding with torch. Uncompiled: three kernels for queries, three for keys, and one that copies values.
 
-    Pairs of channels are those of the two halves of a head, or `interleaved`: neighbours.
+    A pair of channels has one channel from each half of a head, or if `interleaved` two neighbours.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Heads:
-    """Return queries and keys rotated by θ, and a copy of the values."""
+    """Split the fused projection, and return queries and keys rotated by θ, and a copy of the values."""
     parts = mixed.unflatten(-1, (-1, width))
     queries, keys, values = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
     turned_queries = mixed.new_empty(queries.shape)
@@ -166,7 +166,7 @@ def mrope_axes(section: tuple[int, ...], *, interleaved: bool) -> list[int]:
     """Return the axis (0 time, 1 height, 2 width) that each pair of channels rotates with, fastest pair first.
 
     Sections divide the pairs (Qwen2-VL): all of time, then height, then width. Interleaved (Qwen3-VL), pairs alternate
-    time, height, width, so that each axis has fast and slow ones, until an axis has its number; time has the rest.
+    time, height, width, so that each axis has fast and slow pairs; once height or width is complete, time has the rest.
     """
     time, height, width = section
     if not interleaved:
@@ -204,7 +204,7 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
 
 
 def _yarn_bounds(language: LanguageConfig) -> tuple[float, float]:
-    """Return the last rotary pair that keeps its frequency, and the first whose frequency is divided by the factor."""
+    """Return the last rotary pair that keeps its frequency, and the first with a frequency divided by the factor."""
     width = rotary_channels(language)
 
     def pair_of(turns: float) -> float:

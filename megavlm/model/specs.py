@@ -56,7 +56,7 @@ def common_config(config: Config, *, tp: int, padded: bool = False, **overrides:
 
     `weights.py` draws the weights, but the initialisers here must run: they mark tensor-parallel weights, which the
     gradient norm relies on. `padded` weights begin as zeros, so that their padding is zero. So do weights that are kept
-    in FP8: Transformer Engine rounds them at once, and uninitialised memory would enter the histories of scales.
+    in FP8: Transformer Engine rounds them when it builds them, and uninitialised memory would enter scaling histories.
     """
     dtype = DTYPES[config.precision.dtype]
     begin = nn.init.zeros_ if padded or overrides.get("fp8_param") else _leave_as_is
@@ -140,8 +140,8 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
 def projector_config(config: Config, *, tp: int) -> TransformerConfig:
     """Return the configuration of connectors' linear layers: tensor-parallel, without sequence parallelism.
 
-    It has no heads, but megatron-core requires a number that TP divides. That of the language model may not be, because
-    a colocated encoder has a TP of its own.
+    Connectors have no heads, but megatron-core requires a number of heads that TP divides. TP may not divide the number
+    of the language model, because a colocated encoder has a TP of its own.
     """
     layer_config = common_config(
         config,
@@ -158,7 +158,7 @@ def projector_config(config: Config, *, tp: int) -> TransformerConfig:
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """What is needed to build the layers of a chunk. `ties_locally`: the chunk also holds the embedding."""
+    """Configurations and groups to build a chunk's layers from. `ties_locally`: the chunk also holds the embedding."""
 
     config: Config
     groups: Groups
@@ -192,7 +192,7 @@ class LayerBuilder:
 
 
 def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
-    """Build vision layer `number` (from 0): without a mask, images packed block-diagonally."""
+    """Build vision layer `number` (from 0): bidirectional attention within each packed image or window."""
     vision = config.model.vision
     branch: Any = get_bias_dropout_add
     if vision.layer_scale:
@@ -220,7 +220,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
 
 
 def language_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
-    """Build language layer `number` (from 0): causal, or masked for a window or bidirectional images."""
+    """Build language layer `number` (from 0): causal, or masked (window, bidirectional image or prefix, softcap)."""
     language = config.model.language
     modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
     split = language_split(language, groups.dims.tp)
@@ -338,7 +338,7 @@ def _qkv_linear(linear: Any, inputs: int, outputs: int, *, rows: int, qkv_bias: 
     """Return the fused projection with `rows` outputs, and with a bias only if the configuration has one.
 
     megatron-core passes the rows of whole keys and values, but slots of one head have a part each. It also passes a
-    bias wherever other linear layers have one, but InternViT-6B has none here.
+    bias if other linear layers have one, but InternViT-6B has no bias here.
     """
     return build_module(linear, inputs, rows, bias=qkv_bias, **kwargs)
 

@@ -1,7 +1,8 @@
 """Transformer Engine's modules of a layer, through megatron-core's wrappers, and its FP8 contexts.
 
-Imported only if it is chosen. Written against megatron-core 0.16.1, Transformer Engine 2.9 to 2.11 (0.19.2 and 2.20.2
-have the same names). Tests on a CPU replace its classes by stand-ins; `tests/gpu` runs the originals.
+The module is imported only if Transformer Engine is chosen. It is written against megatron-core 0.16.1 and Transformer
+Engine 2.9 to 2.11 (0.19.2 and 2.20.2 have the same names). Tests on a CPU replace Transformer Engine's classes by
+stand-ins; `tests/gpu` runs the originals.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def te_activations() -> dict[str, Activation]:
 
 
 class TeRotary(Rotary):
-    """Rotation with one kernel forward and one backward, or with one for each tensor if queries and keys have norms.
+    """Rotary embedding with one kernel forward and one backward, or one for each tensor if queries and keys have norms.
 
     The kernels take fp32 angles [S, 1, 1, D]. If rows have angles of their own, the rows are concatenated.
     """
@@ -87,7 +88,7 @@ class TeRotary(Rotary):
         self._pairs = {"interleaved": interleaved}
 
     def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
-        """Return queries, keys and values. The backward pass copies nothing if gradients lie in one tensor likewise."""
+        """Return queries, keys and values. The backward pass copies nothing if gradients are parts of one tensor."""
         query, key, value = self._split.apply(mixed, 3, sizes)
         return query.reshape(*query.shape[:2], -1, sizes[1]), key, value
 
@@ -127,7 +128,7 @@ def _without_idle_generator(attention: type) -> type:
 
 @cache
 def flattened(attention: type) -> type:
-    """Return a subclass of `TEDotProductAttention` for packed rows, which are flattened: see `calls`.
+    """Return a subclass of `TEDotProductAttention` that flattens packed rows, and attends with `calls`.
 
     megatron-core's attention flattens a single row alone, and takes "thd" for the layout of rotary positions as well.
     """
@@ -148,7 +149,7 @@ def flattened(attention: type) -> type:
             packed_seq_params: Packing | None = None,
             **kwargs: Any,
         ) -> Tensor:
-            """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]."""
+            """Return the attention [S, B, N·D] of query [S, B, N, D] to key and value [S, B, G, D]."""
             if packed_seq_params is None:
                 return super().forward(query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
             packing = packed_seq_params
@@ -171,9 +172,9 @@ def flattened(attention: type) -> type:
 
 
 def calls(packing: Packing, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], PackedSeqParams]]:
-    """Yield tensors and layout of each call that attends in all sequences of query, key and value [T, heads, D].
+    """Yield the tensors and layout of each attention call, for the sequences of query, key and value [T, heads, D].
 
-    Equal sequences at the beginning are a batch ("bshd"), the others lie between bounds ("thd"). cuDNN computes "thd"
+    Equal sequences at the beginning are a batch ("bshd"), the others are packed ("thd"). cuDNN computes "thd"
     as if each sequence were as long as all tokens together, which is mostly wasted on hundreds of short ones.
     Transformer Engine takes contiguous tensors only if they begin their storage, so those behind a batch are copied.
     """

@@ -35,7 +35,7 @@ class VisionLayout:
 
     A micro-batch without images still sends one empty image of `blank` patches through the tower: every rank then
     runs the same collectives and every parameter gets a (zero) gradient, so nothing hangs and nothing changes.
-    The sequence is padded to a multiple of `multiple` (for sequence parallelism), by a sequence of its own. With
+    The packed sequence is padded to a multiple of `multiple` (for sequence parallelism), by one more sequence. With
     windows of `window` × `window` patches (0: none), patches are in window order, windows of equal size together
     (`vision_ops.py`). Without windows, and everywhere outside the tower, they are in order of images, row-major.
     """
@@ -58,7 +58,7 @@ class VisionLayout:
         return cls(grids, int(class_token), padding=-tokens % multiple, is_blank=is_blank, window=window)
 
     def merged(self) -> VisionLayout:
-        """Return the layout once each window has become one token: of windows of one size, in order of images."""
+        """Return the layout after each window has become one token; windows of one size are in order of images."""
         side = self.window
         grids = tuple((rows // side, columns // side) for rows, columns in self.grids)
         return replace(self, grids=grids, padding=self.padding // side**2, window=0)
@@ -70,19 +70,19 @@ class VisionLayout:
 
     @property
     def bounds(self) -> list[int]:
-        """Return the bounds of sequences: images, then the padding as a sequence of its own, if there is any."""
+        """Return the bounds of sequences: one for each image, and one for the padding, if any."""
         return self._bounds(self.lengths)
 
     @property
     def window_bounds(self) -> list[int]:
-        """Return the bounds of sequences where each window of an image is one."""
+        """Return the bounds of sequences: one for each window of an image, and one for the padding, if any."""
         return self._bounds(list(self._windows[1]))
 
     def _bounds(self, lengths: list[int]) -> list[int]:
         return list(accumulate(lengths + [self.padding] * bool(self.padding), initial=0))
 
     def patch_index(self, device: torch.device) -> Tensor:
-        """Return the vision tokens that are patches, in row-major order of patches, [P] int64."""
+        """Return the indices of the vision tokens that are patches, in row-major order of patches, [P] int64."""
         if self.window:
             return self._windows[0].argsort().to(device, non_blocking=True)
         starts = [0, *accumulate(self.lengths)]
@@ -96,7 +96,7 @@ class VisionLayout:
         return patches.index_select(0, self._windows[0].to(patches.device, non_blocking=True))
 
     def image_order(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the order that joins each image's tokens, and its inverse, [V] int64; None if they are joined.
+        """Return the order that makes each image's tokens consecutive, and its inverse, [V] int64; None if they are.
 
         Attention over an image does not depend on the order of its tokens.
         """
@@ -125,15 +125,15 @@ class PatchEmbed(nn.Module):
 
     The norm comes after the positions (CLIP) or before them (GLM-4.1V).
 
-    Computed whole on every tensor-parallel rank, then scattered: the scatter's backward gathers, so the replicated
-    parameters get equal gradients everywhere and need no reduction.
+    The output is computed whole on every tensor-parallel rank, then scattered: the scatter's backward gathers, so the
+    replicated parameters get equal gradients everywhere and need no reduction.
 
     Where a patch spans T frames, a still image fills each with the same pixels x: Σ_t W_t·x = (Σ_t W_t)·x. The weight
     is whole, [H, C·T·p·p], and summed over time in each forward; the pixels come once. In a micro-batch with a video
     they come T times (`data/collate.py`), and the whole weight is taken.
     """
 
-    reads_below = True  # `proj`'s weight, which it sums before it multiplies
+    reads_below = True  # it reads `proj`'s weight itself, to sum it over time
 
     def __init__(self, vision: VisionConfig, *, dtype: torch.dtype, groups: Groups, sequence_parallel: bool) -> None:
         super().__init__()
@@ -203,11 +203,11 @@ class PatchEmbed(nn.Module):
 
 
 def position_buckets(length: int, side: int, *, divides: bool = False) -> Tensor:
-    """Return the part of an image, of `side` equal ones, in which each of `length` patches begins, [length] int64.
+    """Return in which of an image's `side` equal parts each of `length` patches begins, [length] int64.
 
     Patch i of L begins at i/L, part j of S at j/S (NaViT's fractional positions; Idefics2). Both are rounded to fp32 as
-    in the reference, i/L as i·(1/L), because rounding decides where they meet: at 19 of 19, patch 12 takes part 11.
-    With `divides` i/L is rounded once (MiniCPM-V 4.6): at 25 of 70 some patches take another part.
+    in the reference, i/L as i·(1/L), because rounding decides ties: with L = S = 19, patch 12 takes part 11.
+    With `divides` i/L is rounded once (MiniCPM-V 4.6): with L = 25 and S = 70, some patches take another part.
     """
     starts = torch.arange(length, dtype=torch.float32)
     starts = starts / length if divides else starts * torch.tensor(length).reciprocal()
@@ -224,7 +224,7 @@ def rope2d(coordinates: Tensor, *, head_width: int, base: float, interleaved: bo
             both have the even i.
 
     Returns:
-        [V, 1, 1, head_width] angles; both halves alike, as megatron-core's rotation (x, −y) pairs want them.
+        [V, 1, 1, head_width] angles; both halves are equal, as rotation of pairs from the two halves of a head needs.
     """
     quarter = head_width // 4
     frequencies = base ** (-torch.arange(quarter, device=coordinates.device).float() / quarter)

@@ -1,8 +1,8 @@
 """Initial weights from a seed and the global name of each tensor, so that they are the same in every layout.
 
 The sharding that checkpoints use says which slice of which named tensor a rank holds; the whole tensor is drawn
-from a generator seeded by the name, and the rank keeps its slice. Experts are one tensor, and each of them has a
-generator of its own, so that a rank draws those that it holds.
+from a generator seeded by the name, and the rank keeps its slice. The experts of a layer are one tensor, but each
+expert has a generator of its own, so that a rank draws only the experts that it holds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def initialize(
 
 
 def index_of(shard: ShardedTensor) -> tuple[slice, ...]:
-    """Return the slices of the whole tensor that a shard has."""
+    """Return the slices of the whole tensor that a shard covers."""
     return tuple(
         slice(start, start + length) for start, length in zip(shard.global_offset, shard.local_shape, strict=True)
     )

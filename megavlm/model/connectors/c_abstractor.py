@@ -1,6 +1,6 @@
 """Honeybee's C-Abstractor, tensor-parallel (`megavlm/arch/connectors/c_abstractor.py`).
 
-Channels are sharded over tensor-parallel ranks, also in the layer norm over all channels and in the depthwise
+Channels are sharded over tensor-parallel ranks, also in the layer norms over all channels and in the depthwise
 convolution. Legend: P positions of all images, C channels of the model, c channels of a rank with padding, the first n
 of which are the model's.
 """

@@ -32,7 +32,7 @@ class PerceiverLayer(ResamplerPart):
         self.mlp = ResamplerMlp(config, group, PERCEIVER.mlp(model), F.silu)
 
     def forward(self, x: Tensor, count: int, patches: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return [I·Q, 1, W] for latents [I·Q, 1, W] and `patches` [P, 1, W], `lengths[i]` of them for image i."""
+        """Return new latents [I·Q, 1, W], from latents and `patches` [P, 1, W], `lengths[i]` of image i."""
         own, context = self.shared(self.latents_norm(x)), self.shared(self.context_norm(patches))
         x = x + self.attention(own, count, (context, lengths), (own, [count] * len(lengths)))
         out: Tensor = x + self.mlp(self.mlp_norm(x))
@@ -40,7 +40,7 @@ class PerceiverLayer(ResamplerPart):
 
 
 class Perceiver(ConnectorModule):
-    """An MLP for patches, learned latents [Q, W], layers, and a norm."""
+    """Perceiver resampler: an MLP for patches, learned latents [Q, W], layers, and a norm."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         super().__init__(builder)

@@ -34,7 +34,7 @@ class QFormerLayer(ResamplerPart):
         self.mlp_norm = Norm(config, own.hidden_size, own.norm_epsilon)
 
     def forward(self, x: Tensor, count: int, patches: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return [I·Q, 1, W] for queries [I·Q, 1, W] and `shared` patches [P, 1, Hv], `lengths[i]` of image i."""
+        """Return new queries [I·Q, 1, W], from queries and `shared` patches [P, 1, Hv], `lengths[i]` of image i."""
         own = self.shared(x)
         x = self.self_norm(x + self.self_attention(own, count, (own, [count] * len(lengths))))
         if self.cross_attention is not None and self.cross_norm is not None:
@@ -44,7 +44,7 @@ class QFormerLayer(ResamplerPart):
 
 
 class QFormer(ConnectorModule):
-    """Learned queries [Q, W], layers, and a linear layer to the language model's width."""
+    """Q-Former: learned queries [Q, W], layers, and a linear layer to the language model's width."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         super().__init__(builder)
