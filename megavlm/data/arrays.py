@@ -183,7 +183,7 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
         import tifffile
     except ImportError as error:
         raise UserError("--vision-input array reads TIFF with tifffile: pip install tifffile") from error
-    logging.getLogger(tifffile.__name__).disabled = True  # what is damaged is reported with its record
+    logging.getLogger(tifffile.__name__).disabled = True  # a damaged file is reported with its record
     with tifffile.TiffFile(file, _multifile=False) as tiff:  # else the image has zeros in place of unopened files
         series = tiff.series[0]
         fitting(series.shape, np.dtype(series.dtype))

@@ -108,9 +108,7 @@ class ReplicaBroadcast:
         return _with_images(step, [replace(each, vision_group=self.vision_group) for each in images])
 
     def _scatter(self, images: ImageBatch, chosen: Sequence[Mask]) -> ImageBatch:
-        """Send each rank its images of a micro-batch from the reader; return this rank's. `chosen` has a mask [N] per
-        rank.
-        """
+        """Scatter the images of a micro-batch from the reader by the ranks' masks [N]; return this rank's images."""
         rows = [images.sizes.patch_rows(mask) for mask in chosen]
         rank = self.replica.rank()
         width = images.patches.shape[1]  # values of a patch, which spans one frame or several of a video
@@ -217,7 +215,7 @@ def _batch(fields: dict[str, Any], reader: _Reader, *, pixels: bool) -> MicroBat
 
 
 class _Reader:
-    """Reads consecutive tensors from [bytes] uint8 memory."""
+    """Reads consecutive tensors from uint8 memory [bytes]."""
 
     def __init__(self, memory: Tensor) -> None:
         self._rest = memory

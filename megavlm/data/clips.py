@@ -160,7 +160,7 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
             keys.append(stamp)
     if not marks:
         raise BadSample(Reason.NO_FRAMES, "the clip has no frames")
-    if container.format.name.startswith("mov") and packets < stream.frames:  # others count what they do not have
+    if container.format.name.startswith("mov") and packets < stream.frames:  # other formats may count too many
         raise BadSample(
             Reason.TRUNCATED, f"the clip has {packets} frames of the {stream.frames} that its header counts"
         )

@@ -192,7 +192,7 @@ def _terms(row: Row, spec: CollateSpec) -> int:
 
 
 def _texts_of(rows: Sequence[Row]) -> list[Row]:
-    """Return rows in which each text of a record of pairs is a sample of its own."""
+    """Return rows in which each text of a record of pairs or of a preference is a separate sample."""
     return [[text for sample in row for text in sample.texts()] for row in rows]
 
 

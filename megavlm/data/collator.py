@@ -53,7 +53,7 @@ class ComputedCollator:
     """Collates computed samples, one per sequence; only the images that this rank encodes are rendered."""
 
     def __init__(self, source: Source, spec: CollateSpec, *, own_images: OwnImages | None = None) -> None:
-        """`own_images` is None on a rank that encodes no images."""
+        """Prepare the collator. `own_images` is None on a rank that encodes no images."""
         self._source = source
         self._spec = spec
         self._own_images = own_images

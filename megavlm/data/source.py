@@ -53,7 +53,7 @@ class Source(ABC):
     """The samples of a run, its vocabulary size, and its image and padding tokens."""
 
     names: tuple[str, ...] = ()  # data sets whose losses are reported separately; empty if there is only one
-    validation_names: tuple[str, ...] = ()  # data sets that are not trained on, whose losses are measured
+    validation_names: tuple[str, ...] = ()  # data sets of the validation samples, whose losses are measured
     vocab_size: int
     image_token: int
     pad_token: int

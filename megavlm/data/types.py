@@ -240,7 +240,7 @@ Segments = tuple[Segment, ...]  # the segments of one sequence
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The sequences of one optimizer step; `read` and `skipped` count the windows whose first sequences it takes."""
+    """The sequences of one optimizer step; `read` and `skipped` cover the windows of which it takes the first one."""
 
     sequences: tuple[Segments, ...]
     after: LoaderState  # where the next global batch begins

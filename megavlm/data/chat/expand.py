@@ -111,7 +111,7 @@ def expand(
     cuts: Sequence[int],
     divisible: bool = False,
 ) -> EncodedConversation:
-    """Return the tokens of a rendered conversation, in turns.
+    """Tokenize a rendered conversation, and return its tokens by turn.
 
     A run of image tokens is one token while the text is tokenized, and is repeated afterwards. This does not change the
     other tokens, since the neighbours of the run are the same.

@@ -22,7 +22,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 2.0  # of processor time for one conversation: a thousand times what the longest takes
+SECONDS = 2.0  # processor time for one conversation: a thousand times that of the longest
 MEMORY = 2**30  # bytes of address space, Python included
 # Limit on the characters that a template may write, since the main process has to tokenize them.
 FREE, TIMES = 2**16, 64  # FREE characters, plus TIMES for each character of the conversation

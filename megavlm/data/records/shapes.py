@@ -63,7 +63,7 @@ class Shape:
         return None if None in fields else tuple(name for name in fields if name is not None)
 
     def missing(self, names: Collection[str]) -> list[tuple[str, ...]]:
-        """Return the needed groups of which none of the field `names` is a member."""
+        """Return the groups in `needs` that have none of the field `names`."""
         return [group for group in self.needs if not any(name in names for name in group)]
 
     def share(self, names: Collection[str]) -> float:

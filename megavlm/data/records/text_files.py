@@ -54,7 +54,7 @@ def line_spans(path: Path, *, quoted: bool = False) -> RecordSpans:
     """
     found: list[tuple[NDArray[np.int64], ...]] = [(np.empty(0, np.int64),) * 3]
     marks = at = begin = number = last = 0
-    with open_regular(path) as file:  # not mapped: reading what was cut off meanwhile would end the process
+    with open_regular(path) as file:  # not mapped: if the file were truncated meanwhile, reading would kill the process
         while piece := file.read(_CHUNK):
             chunk = np.frombuffer(piece, np.uint8)
             begin = len(BOM) if at == 0 and piece.startswith(BOM) else begin

@@ -158,7 +158,7 @@ def from_cell(value: Any) -> Any:
 def parts_of(content: Any, find: Reader) -> Parts:
     """Return the texts, images, videos and placeholders in the content of one turn, in order. Raises BadSample."""
     match content:
-        case None:  # what an assistant says when it only calls a tool
+        case None:  # the content of an assistant's turn that only calls a tool
             return []
         case str():
             if re.search("<img>[^<>]+</img>", content):  # of Qwen-VL's first version

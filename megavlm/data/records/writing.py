@@ -192,7 +192,7 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
             images += files
         parts |= files
     record: dict[str, Any] = {"id": label, **({"videos": videos} if videos else {})}
-    if any(name.endswith(ARRAYS) for name in images):  # a reader takes no array beside photos for an image
+    if any(name.endswith(ARRAYS) for name in images):  # unnamed arrays next to photos are not read as images
         record["images"] = images
     if conversation.turns[0].role == "text":
         record["text"] = _text(conversation.turns[0], videos=bool(videos))
