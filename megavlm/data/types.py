@@ -240,7 +240,7 @@ Segments = tuple[Segment, ...]  # the segments of one sequence
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The sequences of one optimizer step; `read` and `skipped` cover the windows of which it takes the first one."""
+    """The sequences of one optimizer step; `read` and `skipped` are of the windows that this batch is first to use."""
 
     sequences: tuple[Segments, ...]
     after: LoaderState  # where the next global batch begins

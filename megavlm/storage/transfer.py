@@ -22,7 +22,7 @@ _LAST = 5.0  # seconds to wait for transfers in progress when one file has faile
 Result = TypeVar("Result")
 _FIRST_PAUSE = 0.5  # seconds; each further one is twice as long …
 _LONGEST_PAUSE = 30.0  # … up to this
-_ATTEMPTS = 1000  # most attempts of a worker process to read, which is replaced after a timeout long before
+_ATTEMPTS = 1000  # most attempts to read a file; a worker process is replaced after a timeout long before
 
 
 def move(
