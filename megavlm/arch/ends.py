@@ -81,7 +81,7 @@ class VisionMerger(LayerKind):
         return self._count(model, 1, merger_width(model.vision))
 
     def _count(self, model: ModelConfig, tp: int, ffn: int) -> int:
-        """Return the parameters of a vision layer whose MLP is `ffn` wide and reads, with its norm, whole blocks."""
+        """Return a vision layer's number of parameters if its MLP is `ffn` wide, and MLP and norm read whole blocks."""
         vision, more = model.vision, tower_merge(model.vision) ** 2 - 1
         gates = 2 if vision.activation == "swiglu" else 1
         wider = more * (gates * ffn * vision.hidden_size + norm_parameters(vision))

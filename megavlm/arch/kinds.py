@@ -240,7 +240,7 @@ def communication(name: str, scenario: Scenario) -> Communication:
 
 
 def step_flops(config: Config, work: Workload) -> float:
-    """Return the forward and backward FLOPs of one training step over a workload, with only the products that run.
+    """Return the forward and backward FLOPs of one training step; frozen layers count only the products that run.
 
     Not counted are the adapters' own products (LoRA), a share of about rank / width, and the gradients between the
     matrices of the first trained layer.

@@ -123,9 +123,10 @@ class LanguageLayerSizes(LayerSizes):
         self.keys_kept = self.heads if masks_attention(language) else self.groups  # with masks, one for each query head
 
     def attention_saved(self, *, trained: bool, core_attention: bool) -> float:
-        """Return the bytes that attention saves between its projections. Linear attention saves the inputs of the
-        convolution, of the rule and of its norm; latent attention adds the inputs of the norms and projections of
-        latents.
+        """Return the bytes that attention saves between its projections.
+
+        Linear attention saves the inputs of the convolution and of the rule, and the tensors around its norm. Latent
+        attention adds the inputs of the norms of latents, and of the projections that read latents.
         """
         if self.delta is None:
             usual = super().attention_saved(trained=trained, core_attention=core_attention)

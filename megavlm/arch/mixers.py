@@ -132,8 +132,8 @@ class LinearAttention(Mixer):
 
     def flops(self, language: LanguageConfig, work: Workload, number: int) -> float:
         """Return the FLOPs of the rule by chunks of C tokens, with keys K and values V wide: for each token and head,
-        2·C·K for keys with keys, 2·C·K for queries with keys, C·(K + V) for the triangular system, 2·C·V for what
-        the chunk itself adds, and 6·K·V for reading the state twice and writing it.
+        2·C·K for keys with keys, 2·C·K for queries with keys, C·(K + V) for the triangular system, 2·C·V for outputs
+        within the chunk, and 6·K·V for reading the state twice and writing it.
         """
         key, value = language.linear_key_head_dim, language.linear_value_head_dim
         each = CHUNK * (5 * key + 3 * value) + 6 * key * value

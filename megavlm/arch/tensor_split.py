@@ -1,6 +1,6 @@
 """Sharding of any number of attention heads and any MLP width over tensor-parallel ranks. Without torch.
 
-All ranks hold equally many rows of a weight. Where TP does not divide the rows of the model, some ranks hold padding:
+All ranks hold equally many rows of a weight. If TP does not divide the rows of the model, some ranks hold padding:
 rows of zeros, which stay zero and are left out of checkpoints. `RowRun`s map the rows of a rank to those of the model.
 """
 

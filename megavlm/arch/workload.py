@@ -1,4 +1,4 @@
-"""`Workload`: the tokens and patches that a pass processes, and the squared lengths that attention costs."""
+"""`Workload`: tokens and patches of a pass, and the sums of squared lengths that set attention's FLOPs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens and patches that a pass processes, and the sums of squared lengths that attention costs."""
+    """Tokens and patches of a pass, and the sums of squared lengths that set attention's FLOPs."""
 
     patches: int  # all images' patches (class tokens included)
     patch_squares: int  # Σ over images of patches²
@@ -121,10 +121,10 @@ def attends_in_windows(vision: VisionConfig, layer: int) -> bool:
 
 
 def sliding_squares(length: int, window: int | None) -> int:
-    """Return twice the number of scores of sliding-window attention, comparable to length²; 0 without a window.
+    """Return twice the number of scores of sliding-window attention, in place of length²; 0 without a window.
 
     Token i attends to min(i, W) tokens. The sum is l²/2 − (l − W)²/2 where l > W, as triangles: Σ i over all of them
-    less Σ (i − W) over those behind the first W.
+    less Σ (i − W) over those after the first W.
     """
     return 0 if window is None else length**2 - max(0, length - window) ** 2
 

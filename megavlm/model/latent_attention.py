@@ -43,7 +43,7 @@ EPSILON = 1e-6  # of the norms of latents, whatever the epsilon of other norms (
 
 
 class LatentAttention(TurnedHeads, MegatronAttention):
-    """Attention whose keys and values come from latents: [S(/TP), B, H] → [S(/TP), B, H]."""
+    """Attention with keys and values projected from latents: [S(/TP), B, H] → [S(/TP), B, H]."""
 
     def __init__(
         self,

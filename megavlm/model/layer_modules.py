@@ -322,9 +322,9 @@ def accumulation_fields(config: Config, part: str) -> dict[str, Any]:
     """Return the fields with which Transformer Engine adds a part's weight gradients to `main_grad` itself.
 
     In a layer's first pass (`is_first_microbatch`) it overwrites `main_grad`: once a step with FP8, else once a run.
-    That loses gradients if the backward pass of another micro-batch came before, as in a colocated encoder, whose
+    This loses gradients if the backward pass of another micro-batch came before, as in a colocated encoder, whose
     backward passes run in reverse. So layers without FP8 never get this mark. Layers with FP8 need it, to keep their
-    rounded weights through a step. They are in the pipeline, where the first pass is also the first to run backward.
+    rounded weights through a step. They are always in the pipeline, where the first pass is the first to run backward.
     """
     if implementation(config) != "te" or not _sums_in_place(config):
         return {}

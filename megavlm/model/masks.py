@@ -68,7 +68,7 @@ def masked_spans(
     """Return the spans of the sequences between `bounds` (0, …, T), with their masks.
 
     A token attends to tokens of its own sequence: to itself and earlier tokens, and to all tokens of its run. A window
-    masks all but the last `window` of these, also in the token's run unless runs go `beyond` windows.
+    masks tokens `window` or more positions earlier, also in the token's run unless runs go `beyond` windows.
 
     Args:
         runs: the run of each token by `image_runs` or `prefix_runs`; None if attention is causal.

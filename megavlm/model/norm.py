@@ -1,4 +1,4 @@
-"""Norms as megatron-core's layer specs build them, with sequence parallelism, and modules that add up branches.
+"""Norms as megatron-core's layer specs build them, with sequence parallelism, and additions of residual branches.
 
 Under sequence parallelism each tensor-parallel rank normalises its own part of the sequence, so the gradient of
 the (replicated) weight is a partial sum: `param.sequence_parallel` makes megatron-core sum them.

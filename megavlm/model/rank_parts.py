@@ -1,4 +1,4 @@
-"""Shards of weights whose rows are not divided evenly over tensor-parallel ranks, or padded for alignment.
+"""Shards of weights whose rows are not divided evenly over tensor-parallel ranks, or are padded for alignment.
 
 These shards show checkpoints, initial weights and imports the model's rows alone, without padding or shared heads.
 """

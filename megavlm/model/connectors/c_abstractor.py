@@ -71,7 +71,7 @@ class DividedLayerNorm(_Divided):
 
 
 class _LayerNorm(torch.autograd.Function):
-    """x̂·w + b with x̂ = (x − μ)/σ over C channels, n of which are here. It saves x, μ and 1/σ, as torch's does."""
+    """x̂·w + b with x̂ = (x − μ)/σ over C channels, n of them on this rank. It saves x, μ and 1/σ, like torch's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: DividedLayerNorm) -> Tensor:
