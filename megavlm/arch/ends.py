@@ -136,7 +136,7 @@ class VisionNorm(LayerKind):
 
 
 class Projector(LayerKind):
-    """The projector, which delegates all methods to the connector of `--projector-kind`."""
+    """Layer kind of the projector, which delegates to the connector that `--projector-kind` names."""
 
     reads = Stream.PATCHES
 

@@ -6,7 +6,7 @@ e bytes of a number.
 `HiddenWeight` says which weights are matrices between hidden states, and which of their rows are one matrix. An update
 rule that treats a matrix as a whole must know that `linear_qkv` holds queries, keys and values, that the first layer of
 a gated MLP holds gate and up, and that a tensor of experts holds one matrix of each. Embeddings, the output layer, the
-patch embedding and position tables are no such weights: each of their rows (or columns) belongs to a token, a pixel or
+patch embedding and position tables are not among these: each of their rows (or columns) belongs to a token, a pixel or
 a position, and not to a hidden channel.
 """
 

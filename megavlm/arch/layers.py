@@ -147,7 +147,7 @@ def keeps_fp8(name: str, config: Config) -> bool:
 
 
 def trained_layers(config: Config) -> frozenset[str]:
-    """Return the names of layers with anything trained: own weights, adapters, or the router of an adapted layer."""
+    """Return the names of layers with trained weights: their own, adapters, or a router in a part with adapters."""
     return frozenset(
         name for name in layer_names(config.model) if trains_weights(name, config) or _has_adapters(name, config)
     )
