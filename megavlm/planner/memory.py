@@ -9,7 +9,7 @@ to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logits_bytes, predictions, vocabulary_shard
@@ -208,7 +208,9 @@ def transient_bytes(name: str, scenario: Scenario, recompute: Recompute = "none"
     if name == OUTPUT and "activations" in scenario.offload:
         # The last layer is still here.
         needed += saved_bytes(scenario.names[scenario.names.index(OUTPUT) - 2], scenario, recompute)
-    return needed + _reduced(name, scenario)
+    # As a layer's gradients are reduced, what it saved or computed again is gone.
+    gone = saved_bytes(name, scenario, "none" if recompute == "full" else recompute)
+    return needed + max(0.0, _reduced(name, scenario) - gone)
 
 
 def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> float:
@@ -308,6 +310,8 @@ def rank_memory(scenario: Scenario, bounds: Sequence[int], rank: int, *, recompu
     transient = max(transient, max(total.gradients * copies, update) - total.activations)
     with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in scenario.dims.chunks_of(rank))
     data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=with_patches)
+    if scenario.shards_gradients and scenario.micro_batches == 1:  # shards are made as activations go
+        total = replace(total, gradients=max(0.0, total.gradients - total.activations))
     return total + Memory(transient=transient, data=data, communicators=communicator_bytes(scenario))
 
 
