@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Train; on several devices: torchrun --nproc-per-node N -m megavlm train …",
     ),
     "plan": ("megavlm.programs.plan", "Find the fastest layout of a model on a number of GPUs."),
-    "convert": ("megavlm.programs.convert", "Export to Hugging Face, import, merge adapters, compare logits."),
+    "convert": ("megavlm.programs.convert", "Export to Hugging Face, merge adapters, compare logits."),
     "migrate": ("megavlm.programs.migrate", "Convert the configuration of another trainer, and say what differs."),
     "compare": ("megavlm.programs.compare", "Say at which layer two models part."),
     "chat": ("megavlm.programs.inference.chat", "Talk to a trained model in the terminal."),

@@ -29,6 +29,7 @@ from megavlm.rules.extensions import without_extensions
 from megavlm.rules.load import to_yaml
 
 VOCABULARY = 256  # tokens, for a run on synthetic samples that does not set its vocabulary size
+SYNTHETIC = ("kind", "images_per_sample", "image_sizes", "imageless_share", "imageless_samples", "answer_share")
 LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
 
 
@@ -129,11 +130,12 @@ def plan(options: argparse.Namespace) -> int:
 def to_train(config: Config, options: argparse.Namespace) -> Config:
     """Return the configuration to write, with the number of GPUs.
 
-    Unless --config was given, all data options except the data sets are reset, to drop the synthetic samples that stood
-    for the user's data.
+    Unless --config was given, options of synthetic samples, which stood for the user's data, have their defaults.
     """
+    usual = DataConfig()
+    data = replace(config.data, **{name: getattr(usual, name) for name in SYNTHETIC})
     config = replace(config, run=replace(config.run, world_size=options.gpus))
-    return config if options.config is not None else replace(config, data=DataConfig(datasets=config.data.datasets))
+    return config if options.config is not None else replace(config, data=data)
 
 
 def configuration(options: argparse.Namespace) -> Config:

@@ -230,7 +230,7 @@ class Metric:
 METRICS: Mapping[str, Metric] = {
     "exact_match": Metric(lambda answer, refs, _: exact_match(answer, refs), True, "equal to a reference"),
     "vqa": Metric(lambda answer, refs, _: vqa_accuracy(answer, refs), False, "agrees with three of ten annotators"),
-    "anls": Metric(lambda answer, refs, _: anls(answer, refs), False, "Levenshtein similarity of at least 0.5"),
+    "anls": Metric(lambda answer, refs, _: anls(answer, refs), False, "Levenshtein similarity above 0.5"),
     "relaxed": Metric(lambda answer, refs, _: relaxed_accuracy(answer, refs), True, "number within 5 %, or equal text"),
     "multiple_choice": Metric(multiple_choice, True, "the letter of the right choice"),
 }

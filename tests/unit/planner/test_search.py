@@ -19,7 +19,7 @@ from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import HOST_PIECE, Offloaded, Scenario, Sharding, encoder_scenario, scenario_of
 from megavlm.command_line.parsing import parse
 from megavlm.config.optimizer_schema import newton_schulz_flops
-from megavlm.config.schema import Config, ModelConfig, VisionConfig
+from megavlm.config.schema import Config, DataConfig, ModelConfig, VisionConfig
 from megavlm.families import PUBLISHED, published_model
 from megavlm.optim.codes import Coded
 from megavlm.planner.auto import offload_memory_error, planned, predict
@@ -171,13 +171,15 @@ NARROW = "--gpus 2 --placement stages --recompute none --top 3 --no-offload".spl
 
 def test_what_it_writes_trains_on_the_users_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = tmp_path / "best.yaml"
-    assert plan.main(["--model", "qwen2_vl_2b", *NARROW, "--images", "2x448", "--out", str(best)]) == 0
+    mine = ["--min-pixels", "3136", "--images", "2x448", "--out", str(best)]
+    assert plan.main(["--model", "qwen2_vl_2b", *NARROW, *mine]) == 0
     printed = capsys.readouterr().out
     assert "a step has 128 sequences (--gbs) of 4,096 tokens, 524,288 in all" in printed
     assert printed.index("wrote") < printed.index("layout"), "a reader that stops early has its files"
     config = parse(["--config", str(best), "--datasets", "mine.json"])
     check(config, world=2)
     assert (config.run.world_size, config.train.global_batch_size, resolve(config).data.kind) == (2, 128, "files")
+    assert config.data == replace(DataConfig(min_pixels=3136), datasets=config.data.datasets)
     assert config.optimizer.lr is None, "what the plan does not need is left to the run"
     assert plan.main(["--config", str(best), *NARROW, "--gbs", "6"]) == 0
     assert "a step has 6 sequences" in capsys.readouterr().out
