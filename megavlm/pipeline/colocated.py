@@ -68,11 +68,11 @@ class FeatureExchange:
     returns: Mask  # [M, R] whether a rank returns the gradient of a row: one rank per row
 
     def features(self, rank: int) -> Route:
-        """Return how a rank turns the rows that it encoded, in order, into the rows that it merges, in order."""
+        """Return a rank's route from the rows that it encoded to the rows that it merges, both in order."""
         return Route.of(rank, held=self.encodes, sent=self.encodes, received=self.wants)
 
     def gradients(self, rank: int) -> Route:
-        """Return how a rank turns gradients of the rows that it merges into those of the rows that it encoded."""
+        """Return a rank's route from gradients of the rows that it merges to those of the rows that it encoded."""
         return Route.of(rank, held=self.wants, sent=self.returns, received=self.encodes)
 
 
@@ -124,7 +124,7 @@ class ColocatedEncoder:
         self._upcoming = batches
 
     def advance(self) -> bool:
-        """Queue a pass of the next step, if it is encoded ahead; return whether there may be more."""
+        """Queue an encoder pass of the next step, if prefetched; return whether more passes may follow."""
         if self._ahead is None:
             return False
         batches, passes = self._ahead
@@ -135,7 +135,7 @@ class ColocatedEncoder:
         """Return the micro-batches for the language model: on the host, without images, and with the features that
         this rank merges (on the device).
 
-        Every rank of the replica calls it, with its own images of the same micro-batches. `split`: how rows will be.
+        Every rank of the replica calls it with its own images of the same micro-batches. `split`: how rows are cut.
         """
         exchange = self._exchange(batches, split)
         features = self._send(self._own_features(batches), exchange.features(self._groups.replica_rank))
@@ -207,14 +207,14 @@ class ColocatedEncoder:
         return self.encoder.trained and torch.is_grad_enabled()
 
     def _shards(self, batch: MicroBatch, split: RowSplit) -> Tensor:
-        """Return [F], in which shard of its row each feature lies: tensor-parallel shards of context-parallel parts."""
+        """Return [F], each feature's shard of its row: tensor-parallel shards of context-parallel parts."""
         text, length = batch.text, batch.text.tokens.shape[1]
         owner, places = in_parts(text.feature_positions, split, length=length)
         own = length // split.ranks
         return owner * self._sequence_shards + places % own // (own // self._sequence_shards)
 
     def _own_shard(self, tp: int, cp: int, split: RowSplit) -> int:
-        """Return the shard that a rank merges; ranks that do not split a row all have the whole of it."""
+        """Return the shard that a rank merges; ranks that do not split rows all have whole rows."""
         return (cp if split.ranks > 1 else 0) * self._sequence_shards + tp % self._sequence_shards
 
     @property
@@ -228,7 +228,7 @@ class ColocatedEncoder:
         return batch.text.feature_positions[chosen]
 
     def _send(self, values: Tensor, route: Route) -> Tensor:
-        """Return the rows [received, …] that this rank holds after an exchange, given those before it."""
+        """Return the rows [received, …] that this rank holds after an exchange, given its rows before."""
         if self._groups.replica.size() == 1:
             return values
         order = torch.from_numpy(np.concatenate(route.send)).to(values.device, non_blocking=True)

@@ -42,7 +42,7 @@ class EncoderPasses:
         self._features: Tensor | None = None
 
     def advance(self) -> bool:
-        """Queue the next pass; return whether there may be more."""
+        """Queue the next pass; return whether more passes may follow."""
         if self._features is None:
             try:
                 next(self._passes)
@@ -60,7 +60,7 @@ class EncoderPasses:
 
 @dataclass
 class _EncoderPass:
-    """One pass, and what its backward pass needs. Patches are on the device only while the pass runs."""
+    """One pass, with the state that its backward pass needs. Patches are on the device only while the pass runs."""
 
     images: Sequence[ImageBatch]  # one image each, usually on the host
     features: int  # number of feature rows
@@ -92,10 +92,10 @@ class EncoderRunner:
         self._dtype = next(iter(module.parameters())).dtype
 
     def forward(self, images: Sequence[ImageBatch]) -> EncoderPasses:
-        """Return the passes that encode images, given one by one; a pass runs when it is queued. The last one returns
+        """Return the passes that encode images, each a batch of one; a pass runs when it is queued. The last returns
         this rank's contiguous shard of the features, [R, 1 + DeepStack layers, Hl], detached.
 
-        All ranks that share an encoder must call it with the same images; each gets its own shard (`shard_size`).
+        All ranks that share an encoder must pass the same images; each gets its own shard (`shard_size`).
         If gradients are enabled and a part of the encoder is trained, `backward` must follow.
         """
         return EncoderPasses(self._shard_of_features(images))
@@ -150,7 +150,7 @@ class EncoderRunner:
         return [index for index, misses in enumerate(mask.tolist()) if misses]
 
     def backward(self, gradients: Tensor) -> None:
-        """Accumulate the gradients of the parameters, given those of the features that `forward` returned."""
+        """Accumulate parameter gradients, given the gradients of the features that `forward` returned."""
         parts = self._gathered(gradients).split([one.features for one in self._passes])
         while self._passes:  # from the last, whose activations are kept, so that their memory is freed first
             one = self._passes.pop()

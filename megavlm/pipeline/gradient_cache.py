@@ -1,7 +1,7 @@
 """Gradient caching (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup").
 
 A loss that compares every text of a global batch with every other one is no sum over micro-batches. But it depends on a
-micro-batch m only through what the last stage makes of it, y_m, so by the chain rule
+micro-batch m only through the output y_m of the last stage, so by the chain rule
 
     dL/dθ = Σ_m (∂y_m/∂θ)ᵀ · ∂L/∂y_m = Σ_m d/dθ ⟨y_m, g_m⟩     with g_m = ∂L/∂y_m held fixed
 
@@ -33,7 +33,7 @@ from megavlm.parallel.groups import Groups, random_states, set_random_states
 class Draws:
     """Keeps random generators' states before each micro-batch of each chunk, so that a second pass draws the same.
 
-    Without dropout nothing is drawn, and it keeps nothing.
+    Without dropout nothing is drawn, and no state is kept.
     """
 
     def __init__(self, *, kept: bool) -> None:
@@ -66,8 +66,8 @@ class GradientCache:
         *,
         num_sources: int,
     ) -> Tensor | None:
-        """Leave the gradients of a step in the parameters; return what `Schedule.train` returns, None elsewhere than
-        on the last stage.
+        """Accumulate the gradients of a step in the parameters; return the sums of `Schedule.train` on the last stage,
+        None on other stages.
 
         `run(forward, forward_only=…, outputs=…)` runs all micro-batches through the pipeline (`PassWalker`).
         """
@@ -89,8 +89,8 @@ class GradientCache:
         *,
         see: Callable[[Representations], None] = lambda found: None,
     ) -> Loss | None:
-        """Return the loss over the global batch, given what the last stage made of this rank's micro-batches; None on
-        ranks of other stages. `see` is called with what the loss is formed of.
+        """Return the loss over the global batch, given the last stage's outputs for this rank's micro-batches; None on
+        ranks of other stages. `see` is called with the representations from which the loss is computed.
         """
         if not outputs:
             return None
@@ -100,7 +100,7 @@ class GradientCache:
             return whole_batch(self.model.objective.kind)(found, self.model.objective, self.groups.dp)
 
     def representations(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> Representations:
-        """Return the texts of micro-batches together, given the last stage's outputs [R·H + scalars]."""
+        """Return the representations of all micro-batches, given the last stage's outputs [R·H + scalars]."""
         scalars = len(learned_scalars(self.model))
         width = self.model.language.hidden_size
         vectors = [output[: len(output) - scalars].view(-1, width) for output in outputs]
@@ -117,15 +117,15 @@ class GradientCache:
         )
 
     def totals(self, loss: Loss, num_sources: int) -> Tensor:
-        """Return what `Schedule.train` returns. Context-parallel ranks have computed the same: the first one counts."""
+        """Return the sums of `Schedule.train`. Context-parallel ranks have equal sums: all but the first give zeros."""
         totals = loss.totals(num_sources)
         return totals if self.groups.coords.cp == 0 else torch.zeros_like(totals)
 
     def _gradients(self, batches: Sequence[MicroBatch], loss: Loss) -> Iterator[Tensor]:
-        """Yield the gradient of the last stage's output for each micro-batch. That of the scalars goes with the first.
+        """Yield the gradient of the last stage's output per micro-batch; the first one includes the scalars' gradient.
 
-        Data-parallel and context-parallel ranks add up what each has: the share of the former, the whole of one of the
-        latter.
+        The scalars' gradient is later summed over data-parallel and context-parallel ranks. A data-parallel rank yields
+        its share; of the context-parallel ranks, the first yields the whole and the others zeros.
         """
         parts = loss.vectors.split([len(batch.text.lengths) for batch in batches])
         scalars = loss.scalars if self.groups.coords.cp == 0 else torch.zeros_like(loss.scalars)
@@ -153,6 +153,6 @@ def _second_forward(
 
 
 def _inner_product(gradients: Iterator[Tensor], output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ⟨y, g⟩ of the next micro-batch as its loss, and nothing to report."""
+    """Return ⟨y, g⟩ of the next micro-batch as its loss, and zero tokens; the last value is the loss, detached."""
     total = (output * next(gradients)).sum()
     return total, torch.zeros((), dtype=torch.int, device=total.device), total.detach()

@@ -1,9 +1,9 @@
-"""How a step's micro-batches reach a rank's chunks: its part of text and images, copied to the device one ahead of use.
+"""Give a rank's chunks their part of a step's micro-batches, copied to the device one micro-batch ahead of use.
 
 Each context-parallel rank gets its part of the text, and of the images if the encoder is in the pipeline. Images are
-dealt by FLOPs, and none is encoded twice. Just before features are merged, they go to the ranks that have their image
-tokens, in an all-to-all whose gradient is the opposite one (`MicroBatchContext.of_this_part`). Nothing is communicated
-to decide it: every rank knows the sizes of all images.
+dealt by FLOPs, and none is encoded twice. Just before features are merged, an all-to-all sends them to the ranks
+that have their image tokens; its backward pass is the opposite all-to-all (`MicroBatchContext.of_this_part`). The
+assignment needs no communication: every rank knows the sizes of all images.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def on_device(
     chunks: int,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Iterator[MicroBatch]]:
-    """Return for each of a rank's chunks the same micro-batches, in order, on the device.
+    """Return one iterator per chunk of this rank; each yields the same micro-batches, in order, on the device.
 
     While one micro-batch is used, the next one is copied. When all chunks have taken a micro-batch, it is freed, except
     for tensors that autograd keeps for a backward pass.
@@ -44,7 +44,7 @@ def on_device(
         meanwhile: called before a chunk takes a micro-batch.
     """
     moving = _moved(batches, host_copies)
-    waiting = [deque[MicroBatch]() for _ in range(chunks)]  # what other chunks have taken, and this one has not
+    waiting = [deque[MicroBatch]() for _ in range(chunks)]  # micro-batches that only other chunks have taken
 
     def taken(own: deque[MicroBatch]) -> Iterator[MicroBatch]:
         for _ in batches:
@@ -60,7 +60,7 @@ def on_device(
 
 
 def _moved(batches: Sequence[MicroBatch], host_copies: HostCopies) -> Iterator[MicroBatch]:
-    """Yield micro-batches on the device, each when the copy of the next one has begun; keep none that was yielded."""
+    """Yield micro-batches on the device, each after the copy of the next has begun; keep no reference to them."""
     copying = deque[tuple[MicroBatch, Any]]()
     ready: list[MicroBatch] = []
     for index in range(len(batches) + 1):
@@ -79,10 +79,10 @@ def _moved(batches: Sequence[MicroBatch], host_copies: HostCopies) -> Iterator[M
 
 
 def _with_patches(batch: MicroBatch) -> MicroBatch:
-    """Return a micro-batch on the device with its patches, which the first rank of `vision_group` broadcasts, and of
-    which context-parallel ranks keep those of their own images.
+    """Return a micro-batch on the device with its patches. The first rank of `vision_group` broadcasts the patches, and
+    context-parallel ranks keep those of their own images.
 
-    All ranks of the group call it for the same micro-batches, in the same order.
+    All ranks of the group must call this function for the same micro-batches, in the same order.
     """
     images, context = batch.images, batch.context
     if images is None:
@@ -98,7 +98,7 @@ def _with_patches(batch: MicroBatch) -> MicroBatch:
 
 
 def own_part(batch: MicroBatch, split: RowSplit, *, rank: int, deals: ModelConfig | None) -> MicroBatch:
-    """Return the micro-batch on the host as one of the context-parallel ranks computes it.
+    """Return the part of a micro-batch, on the host, that context-parallel rank `rank` computes.
 
     `deals` is the model if its encoder is in the pipeline. The patches of a rank's images are selected once all of them
     are on the device (`on_device`).
@@ -128,7 +128,7 @@ def own_part(batch: MicroBatch, split: RowSplit, *, rank: int, deals: ModelConfi
 
 
 def whole_rows(own: Tensor, split: RowSplit, group: dist.ProcessGroup) -> Tensor:
-    """Return rows [B, S, …] from the parts [B, S/ranks, …] of all context-parallel ranks; each of them has all."""
+    """Return rows [B, S, …] from the parts [B, S/ranks, …] of all context-parallel ranks (all-gather)."""
     if split.ranks == 1:
         return own
     parts = [torch.empty_like(own) for _ in range(split.ranks)]

@@ -1,7 +1,8 @@
 """Run micro-batches through a pipeline, in the order of its schedule (`walker.py`).
 
-Every rank of a pipeline iterates over the same micro-batches, and each chunk reads what its layers need: patches in the
-first vision stage, tokens in the first language stage, labels in the last. Chunks send each other hidden states only.
+Every rank of a pipeline iterates over the same micro-batches, and each chunk reads the inputs of its layers: patches in
+the first vision stage, tokens in the first language stage, labels in the last. Chunks send each other hidden states
+only.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
 
 
 def _expert_fields(config: Config) -> dict[str, Any]:
-    """Return what makes passes scale the balance losses as they scale the loss (`MoEAuxLossAutoScaler`)."""
+    """Return the fields with which passes scale load-balancing losses like the loss (`MoEAuxLossAutoScaler`)."""
     experts = config.model.experts
     if not experts.num_experts:
         return {}
@@ -85,8 +86,8 @@ class Schedule:
         phases: Phases | None = None,
     ) -> None:
         """`num_sources` is the number of data sets whose losses are summed separately. `colocated` encodes images
-        before the pipeline runs, if the encoder is not part of it. `cache` forms a loss over the whole batch, if that
-        is the objective. `phases` are told which pass runs.
+        before the pipeline runs, if the encoder is not part of it. `cache` computes a loss over the whole batch, if
+        the objective needs one. `phases` records which pass runs.
         """
         dims = groups.dims
         self.colocated = colocated
@@ -111,9 +112,9 @@ class Schedule:
 
         Returns:
             [2 + 2·num_sources] float64: sum of cross entropies and trained tokens of this data-parallel rank, then the
-            sums and the tokens of each data set, with layers that predict further tokens the mean over these of the sum
-            of their cross entropies, and sums of what the objective measures beside; zeros on all ranks but the last
-            stage's, so that sums over ranks count each token once per tensor-parallel rank.
+            sums and the tokens of each data set, then with multi-token-prediction layers the mean over these layers of
+            the sum of their cross entropies, then the sums of the objective's further metrics. Zeros on all ranks but
+            the last stage's, so that sums over ranks count each token once per tensor-parallel rank.
         """
         self.phases.enter(COMPUTE, "images")
         for chunk in self.chunks:
@@ -148,13 +149,13 @@ class Schedule:
         return self._pass(self._prepared(batches), forward, forward_only=True, outputs=True)
 
     def no_totals(self, num_sources: int | None = None) -> Tensor:
-        """Return what `train` returns where there is no loss; of other data sets if `num_sources` is given."""
+        """Return zeros shaped like `train`'s result, for ranks without a loss; `num_sources` defaults to the own."""
         number = self.num_sources if num_sources is None else num_sources
         more = (self.model.language.mtp_layers > 0) + len(objective_of(self.model).measured)
         return torch.zeros(2 + 2 * number + more, dtype=torch.float64, device=self.backend.device)
 
     def tallies(self) -> Tensor | None:
-        """Return what routers counted in the last step, [layers · (E + 2)] float64 (`Router`); None without experts.
+        """Return the routers' counts of the last step, [layers · (E + 2)] float64 (`Router`); None without experts.
 
         Layers of other stages are zero, so that the sum over all ranks is that of the whole model.
         """
@@ -174,7 +175,7 @@ class Schedule:
         num_sources: int,
         see: Callable[[Representations], None] = lambda found: None,
     ) -> Tensor:
-        """Run the forward passes of micro-batches; return what `train` returns, of `num_sources` data sets.
+        """Run forward passes of micro-batches; return sums as `train` does, for `num_sources` data sets.
 
         `see` is called with the embedded texts on the last stage, if the objective embeds.
         """
@@ -187,13 +188,13 @@ class Schedule:
 
     @torch.no_grad()
     def outputs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return what the last stage makes of each micro-batch, on its ranks, and [] elsewhere."""
+        """Return the output of each micro-batch on the last stage's ranks; [] on other ranks."""
         return self._pass(self._prepared(batches), _forward_output, forward_only=True, outputs=True)
 
     @torch.no_grad()
     def statistics(self, batches: Sequence[MicroBatch], *, top: int) -> list[Tensor]:
         """Return the statistics of the next token, [B, S, 2 + 2·top] float64 (`token_statistics`), of each micro-batch
-        on the last stage's ranks, whole rows on each, and [] elsewhere.
+        on the last stage's ranks, whole rows on each; [] on other ranks.
         """
         split, group = self.groups.dims.row_split, self.groups.collection.cp
         prepared = self._prepared(batches, split, further=False)
@@ -202,7 +203,7 @@ class Schedule:
 
     @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return logits [B, S, vocabulary] of each micro-batch on the last stage's ranks, and [] elsewhere.
+        """Return logits [B, S, vocabulary] of each micro-batch on the last stage's ranks; [] on other ranks.
 
         Each micro-batch holds all of its images, on every rank. Context-parallel ranks have whole rows, as their
         key/value caches do: their micro-batches must continue rows of a cache.
@@ -218,9 +219,9 @@ class Schedule:
     def _prepared(
         self, batches: Sequence[MicroBatch], split: RowSplit | None = None, *, further: bool = True
     ) -> list[MicroBatch]:
-        """Return a step's micro-batches as this rank's chunks take them: its part of rows, images or their features.
+        """Return this rank's part of a step's micro-batches: its part of the rows, and its images or their features.
 
-        Without `further` they are for the next token alone.
+        Without `further` they have no targets for multi-token prediction.
         """
         depths = self.model.language.mtp_layers if further else 0
         split = self.groups.dims.row_split if split is None else split
@@ -238,16 +239,16 @@ class Schedule:
         forward_only: bool,
         outputs: bool = False,
     ) -> list[Any]:
-        """Run prepared micro-batches through the pipeline; return what `forward` gives on the last stage.
+        """Run prepared micro-batches through the pipeline; return the results of `forward` on the last stage.
 
-        `outputs`: what it gives is no loss.
+        `outputs`: `forward` returns outputs, not losses.
         """
         # While chunks take micro-batches, passes of the next step's encoder are queued.
         meanwhile = self.colocated.advance if self.colocated is not None else lambda: None
         iterators = on_device(batches, self._host_copies, chunks=len(self.chunks), meanwhile=meanwhile)
         results = self.walk(forward, batches, iterators, forward_only=forward_only, outputs=outputs)
         while self.colocated is not None and self.colocated.advance():
-            pass  # what is left is encoded beside the optimizer
+            pass  # the remaining passes overlap with the optimizer
         return results
 
 
@@ -275,11 +276,11 @@ def finalize_gradients(
     colocated: ColocatedEncoder | None = None,
     phases: Phases,
 ) -> None:
-    """Finish the gradients after the last backward pass: reduce them over DP and TP, add up tied copies, then run a
-    colocated encoder's backward pass. The schedule calls it.
+    """Finalize the gradients after the last backward pass: reduce them over DP and TP, add up tied copies, then run a
+    colocated encoder's backward pass. `PassWalker` calls this function.
 
-    megatron-core would divide gradients by `num_tokens`, which the last stage alone counts, and let the host wait for
-    it. Here they stay sums, and the update divides (`optim/chained.py`).
+    megatron-core would divide gradients by `num_tokens`, which only the last stage counts, and make the host wait for
+    it. Here gradients stay sums, and the update divides (`optim/chained.py`).
     """
     phases.enter(COMMUNICATION, "gradients")
     finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
@@ -296,8 +297,8 @@ def sum_tied_gradients(chunks: Sequence[Any], groups: Groups) -> None:
     stage, or another chunk of the last rank, so the copies have a group of their own.
 
     With the distributed optimizer only a rank's own shard of `main_grad` is reduced over data-parallel ranks at
-    this point. megatron-core gives shared embeddings a bucket of their own, so copies are sharded alike and the sum
-    of equal shards is right.
+    this point. megatron-core gives shared embeddings a bucket of their own, so both copies have equal shards, and the
+    sum of equal shards is right.
     """
     copies: list[Tensor] = [
         param.main_grad

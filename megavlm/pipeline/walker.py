@@ -1,10 +1,9 @@
 """Run a step's passes in any fixed order: the runtime of all schedules, and of passes without gradients.
 
-Ranks that send to each other in both directions wait for each other forever if both begin with what the other does
-second: NCCL runs the transfers of a pair of ranks one after the other. So all transfers of a step have one order, which
-the two ends of each follow: that of the passes that make what is sent, as they begin in a simulated step. No rank waits
-for a transfer before it has begun all earlier ones of its own, so that the first transfer that is not done can always
-be done.
+Two ranks that send to each other deadlock if they begin their transfers in different orders, because NCCL runs the
+transfers of a pair of ranks one after the other. So all transfers of a step have one global order, and both ends of a
+transfer follow it: the order in which the producing passes begin in a simulated step. A rank waits for a transfer only
+after it has begun all of its own earlier transfers, so the first unfinished transfer can always complete.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from megavlm.resilience.phases import COMPUTE, PIPELINE, Phases
 
 
 class Transfers:
-    """The transfers of one step between this rank and others of `group`. None of them is waited for until its tensor
-    is needed; both ends of a pair of ranks must begin theirs in one order (`rank_program`).
+    """The asynchronous transfers of one step between this rank and others of `group`. A rank waits for a transfer only
+    when it needs the tensor. Both ranks of a pair must begin their transfers in the same order (`rank_program`).
     """
 
     def __init__(self, group: dist.ProcessGroup, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -45,29 +44,29 @@ class Transfers:
         self._leaving: dict[Pass, tuple[Any, Tensor]] = {}
 
     def receive(self, made_by: Pass, size: tuple[int, ...], *, source: int) -> None:
-        """Begin to receive what a pass of rank `source` makes."""
+        """Begin to receive the output of a pass on rank `source`."""
         tensor = torch.empty(size, dtype=self._dtype, device=self._device)
         self._arriving[made_by] = dist.irecv(tensor, group=self._group, group_src=source), tensor
 
     def received(self, made_by: Pass) -> Tensor:
-        """Return what was received, once it is there."""
+        """Wait for the receive and return its tensor."""
         work, tensor = self._arriving.pop(made_by)
         work.wait()
         return tensor
 
     def send(self, made_by: Pass, tensor: Tensor, *, target: int) -> None:
-        """Begin to send what a pass made. Its memory stays; the tensor itself may be given other memory meanwhile."""
+        """Begin to send the output of a pass. Its memory is kept until sent, even if the tensor is deallocated."""
         self._leaving = {each: held for each, held in self._leaving.items() if not held[0].is_completed()}
         kept = tensor.detach().contiguous()
         self._leaving[made_by] = dist.isend(kept, group=self._group, group_dst=target), kept
 
     def has_arrived(self, made_by: Pass) -> None:
-        """Free what was sent, when an answer shows that it has arrived: gloo does not tell."""
+        """Free a sent tensor once a reply shows that it has arrived: gloo does not report completion."""
         if made_by in self._leaving:
             self._leaving.pop(made_by)[0].wait()
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until all sent tensors have arrived."""
         for work, _ in self._leaving.values():
             work.wait()
         self._leaving.clear()
@@ -75,7 +74,7 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Receive:
-    """Begin to receive what a pass on another rank makes."""
+    """An instruction to begin to receive the output of a pass on another rank."""
 
     made_by: Pass
 
@@ -96,10 +95,10 @@ def maker(needed_by: Pass, shape: PipelineShape) -> Pass | None:
 
 @lru_cache(maxsize=64)
 def rank_program(shape: PipelineShape, rank: int) -> tuple[Pass | Receive, ...]:
-    """Return a rank's passes in their order, and between them the beginnings of its receives.
+    """Return a rank's passes in order, interleaved with the points at which its receives begin.
 
-    All passes are taken to last equally long, but whole backward passes twice as long. A pass begins after those that
-    it depends on, so the passes of all ranks, sorted by their beginnings, are in an order that all ranks can follow.
+    All passes are assumed to take the same time, except that whole backward passes take twice as long. A pass begins
+    after the passes that it depends on, so all ranks can follow the passes of all ranks sorted by start time.
     """
     each, whole = [1.0] * shape.chunks, [1.0 if shape.splits_backward else 2.0] * shape.chunks
     durations = uniform(each, whole, micro_batches=shape.micro_batches, weight=each)
@@ -120,8 +119,8 @@ _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward", "weigh
 class StepTimers:
     """megatron-core's timers: `timers("forward-compute").start()` begins a phase, `.stop()` ends it.
 
-    Timers do not say which chunk runs: the walker does. Between two passes a pipeline stage waits for its neighbours;
-    what is neither a forward nor a backward pass keeps megatron-core's name in a trace.
+    Timers do not say which chunk runs; the walker sets it. Between two passes a pipeline stage waits for its
+    neighbours. Phases other than forward, backward and weight passes keep megatron-core's name in a trace.
     """
 
     def __init__(self, dims: Dims, *, phases: Phases) -> None:
@@ -145,7 +144,7 @@ class StepTimers:
             self._open[name].__enter__()
 
     def end(self, name: str) -> None:
-        """End it."""
+        """End a phase."""
         if name in _COMPUTE:
             self._phases.enter(self._between)
         if name in self._open:
@@ -160,7 +159,7 @@ ForwardStep = Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Any]]
 
 
 class PassWalker:
-    """Runs this rank's passes in the order of `rank_program`, by megatron-core's `forward_step` and `backward_step`."""
+    """Runs this rank's passes in the order of `rank_program` by megatron-core's `forward_step` and `backward_step`."""
 
     def __init__(
         self,
@@ -172,7 +171,7 @@ class PassWalker:
         timers: StepTimers,
     ) -> None:
         """`chunks` are this rank's, wrapped for data parallelism. If the schedule has passes for weight gradients, the
-        backward passes of all chunks but the first leave these: nobody waits for the gradient of the first one's input.
+        backward passes of all chunks but the first defer them: no rank waits for the first chunk's input gradient.
         """
         self._chunks = dict(zip(groups.dims.chunks_of(groups.coords.pp), chunks, strict=True))
         self._config = config
@@ -195,13 +194,13 @@ class PassWalker:
         forward_only: bool = False,
         outputs: bool = False,
     ) -> list[Any]:
-        """Run the passes of a training step and finish its gradients, or its forward passes alone; return what
-        micro-batches result in, on the rank of the last chunk.
+        """Run the passes of a training step and finalize its gradients, or run forward passes only; return one result
+        per micro-batch on the rank of the last chunk.
 
         Args:
             forward: runs a chunk on its next micro-batch.
             iterators: give each of this rank's chunks the micro-batches, on the device.
-            outputs: what `forward` gives is no loss.
+            outputs: `forward` returns outputs, not losses.
         """
         self._config.timers = None if forward_only else self._timers
         shape = shape_of(self._groups.dims, len(batches))
@@ -244,7 +243,7 @@ class PassWalker:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step under way: what its passes have made and others have yet to use."""
+    """A step in progress, with the outputs of its passes that later passes still need."""
 
     chunks: dict[int, Any]
     config: TransformerConfig
@@ -260,7 +259,7 @@ class _Step:
     kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # inputs and outputs
 
     def receive(self, made_by: Pass) -> None:
-        """Begin to receive what another rank's pass makes, whose shape follows from the micro-batch."""
+        """Begin to receive the output of another rank's pass; its shape follows from the micro-batch."""
         to = receiver(made_by, self.shape)
         assert to is not None
         entering, leaving = bare_chunk(self.chunks[to.chunk]).transferred(self.batches[made_by.micro])
@@ -269,7 +268,7 @@ class _Step:
         self.transfers.receive(made_by, size, source=made_by.chunk % self.shape.pp)
 
     def run(self, each: Pass) -> None:
-        """Run a pass, and begin to send what it makes."""
+        """Run a pass, and begin to send its output."""
         if self.config.timers is not None:
             self.config.timers.running = each
         {FORWARD: self._forward, BACKWARD: self._backward, WEIGHT: self._weights}[each.kind](each)
@@ -309,7 +308,7 @@ class _Step:
             self.gradients.compute(each.chunk, each.micro)
 
     def _made_for(self, each: Pass) -> Tensor | None:
-        """Return what another rank has made for a pass, once it is there; None at the ends of the pipeline."""
+        """Wait for a pass's input from another rank and return it; None at the ends of the pipeline."""
         made_by = maker(each, self.shape)
         return None if made_by is None else self.transfers.received(made_by)
 
