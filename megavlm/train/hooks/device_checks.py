@@ -51,7 +51,7 @@ class DeviceChecks(RankHook):
         self._iteration = iteration
 
     def judge(self, loss: float, norm: float | None) -> str | None:
-        """Raise DeviceFault on all ranks, which names those to blame and their machines, if copies differ."""
+        """Raise DeviceFault on all ranks if copies differ; its message names the faulty ranks and their machines."""
         if not self._interval or self._iteration % self._interval:
             return None
         found = differing_copies(self._engine.model_chunks)
@@ -71,7 +71,7 @@ class DeviceChecks(RankHook):
 
 
 def differing_copies(chunks: Sequence[Any]) -> CopyDifference | None:
-    """Return the first difference between copies, equal on all ranks; None if there is none. Every rank calls it.
+    """Return the first weight whose copies differ, equal on all ranks; None if all agree. Every rank calls it.
 
     Each rank reads its weights once; 8 bytes of each tensor travel.
     """
@@ -88,7 +88,7 @@ def differing_copies(chunks: Sequence[Any]) -> CopyDifference | None:
 
 
 def _copies(chunk: Any) -> Iterator[tuple[dist.ProcessGroup | None, dict[str, Tensor]]]:
-    """Yield the ranks that hold copies of some weights of a chunk, with these weights by name."""
+    """Yield each group of ranks that hold copies of weights of a chunk, with these weights by name."""
     bare = bare_chunk(chunk)
     groups, params = bare.groups, dict(bare.named_parameters())
     experts = {name for name, param in params.items() if not getattr(param, "allreduce", True)}
@@ -104,7 +104,7 @@ def _copies(chunk: Any) -> Iterator[tuple[dist.ProcessGroup | None, dict[str, Te
 
 
 def _device_of(chunk: Any) -> torch.device:
-    """Return where a chunk computes: its weights may be on the host, which does not communicate."""
+    """Return the device of a chunk's computations: its weights may be on the host, which does not communicate."""
     device: torch.device = chunk.device if isinstance(chunk, FullyShardedChunk) else next(chunk.parameters()).device
     return device
 
@@ -122,14 +122,14 @@ def _differing(group: dist.ProcessGroup, tensors: Mapping[str, Tensor], device: 
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Return the sum of the bits of each number, as integers modulo 2⁶⁴: any one number that changes, changes it."""
+    """Return the sum of the bits of each number, as integers modulo 2⁶⁴; any single changed number changes it."""
     if type(values) not in (Tensor, Parameter):
         values = values.float()  # FP8 weights
     return values.detach().contiguous().view(_BITS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def minority(values: Sequence[int]) -> list[int]:
-    """Return the places whose value is not that of the majority; all places if there is no majority."""
+    """Return the indices whose value differs from the majority's; all indices if there is no majority."""
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return list(range(len(values)))

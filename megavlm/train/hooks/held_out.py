@@ -1,4 +1,7 @@
-"""Measure the loss on held-out samples and let the model answer held-out prompts, without a trace in the run."""
+"""Measure the validation loss and generate answers to held-out prompts during training.
+
+Random state, FP8 histories and fp16 loss scale are restored afterwards (`Engine.evaluation`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from megavlm.train.run import Run
 
 
 class HeldOutTexts:
-    """The texts of all validation batches of this rank; only ranks of the last stage have any."""
+    """Embedded texts of all validation batches of this rank; empty except on ranks of the last stage."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -39,7 +42,7 @@ class HeldOutTexts:
         self._records = 0
 
     def add(self, found: Representations) -> None:
-        """Keep the texts of a batch."""
+        """Store the embedded texts of a batch."""
         members = found.members.clone()
         members[:, RECORD] += self._records
         self._records += len(members)
@@ -47,9 +50,9 @@ class HeldOutTexts:
         self._members.append(members)
 
     def scores(self, names: Sequence[str], device: torch.device) -> dict[str, Value]:
-        """Return the mean of each score over all queries of all ranks, and of each data set if there are several.
+        """Return the mean of each score over all queries of all ranks, and per data set if there are several.
 
-        A query is compared with the documents of its own data set. Every rank calls it, and gets the same.
+        A query is compared with the documents of its own data set. Every rank calls this and gets the same.
         """
         scores = SCORES
         sums = torch.zeros(len(names), len(scores) + 1, dtype=torch.float64, device=device)
@@ -76,21 +79,21 @@ def _means(name: str, scores: Sequence[str], sums: Tensor) -> dict[str, Value]:
     return {f"{name}/{score}": total / max(queries, 1.0) for score, total in zip(scores, totals, strict=True)}
 
 
-_TOLD = 16  # most numbers of a line, which has only those of all data sets together if there are more
+_TOLD = 16  # most numbers in a line; if there are more, the line has only those of all data sets together
 
 
 class ValidationHook(RankHook):
-    """Measures the validation loss of a run every `--eval-interval` steps and at its end; all ranks call it alike."""
+    """Measures the validation loss of a run every `--eval-interval` steps and at its end, on all ranks."""
 
     def __init__(self, run: Run, stops: Stops) -> None:
         self._run, self._stops = run, stops
         self._interval = run.config.evaluation.eval_interval
         self._last = run.config.train.train_iters
-        self._since = time.perf_counter()  # the end of the last one
-        self._said = self._measured = False  # that it takes long; that this process has measured before
+        self._since = time.perf_counter()  # the end of the last validation
+        self._said = self._measured = False  # warned that validation takes long; this process has validated before
 
     def measure(self, step: Step) -> Mapping[str, Value]:
-        """Return what a validation finds, if one is due."""
+        """Run the validation if it is due, and return its metrics."""
         due = self._is_due(step.iteration) and not self._stops.asked(step)
         return self.validate(step.iteration) if due else {}
 
@@ -101,10 +104,10 @@ class ValidationHook(RankHook):
         return iteration == self._last or (self._interval > 0 and iteration % self._interval == 0)
 
     def validate(self, iteration: int) -> dict[str, Value]:
-        """Return the fields of the iteration's record: loss and perplexity in all and of each data set, the seconds
-        that it took, and their fraction of the time since the last one.
+        """Validate, and return the fields of the iteration's record: loss and perplexity in all and per data set, the
+        validation's seconds, and their fraction of the time since the last validation.
 
-        There are none if it was given up: a rank was asked to stop, or data cannot be read. Then training goes on.
+        Returns {} if the validation was aborted: a rank was asked to stop, or data cannot be read. Training goes on.
         """
         run, began = self._run, time.perf_counter()
         with run.engine.evaluation():
@@ -131,9 +134,9 @@ class ValidationHook(RankHook):
         return {**found, "eval_time_s": seconds, "eval_time_fraction": share}
 
     def _totals(self, iteration: int, held_out: HeldOutTexts | None) -> Tensor | None:
-        """Return the sums of `Schedule.losses` over all batches and ranks; None if a rank was asked to stop.
+        """Return the sums of `Schedule.losses` over all batches and ranks; None if the validation was aborted.
 
-        `held_out` collects the texts that are embedded.
+        `held_out` collects the embedded texts.
         """
         see = (lambda found: None) if held_out is None else held_out.add
         engine, loader, names = self._run.engine, self._run.validation_loader, self._run.source.validation_names
@@ -194,8 +197,8 @@ class ValidationHook(RankHook):
 def fields(sums: list[float], names: tuple[str, ...], *, counted: str = "tokens") -> dict[str, Value]:
     """Return loss and perplexity in all, and of each data set if there are several, from the sums over all samples.
 
-    `sums` are those of losses and of trained tokens, in all, then the former of each data set, then the latter. A data
-    set without trained tokens has no loss. Losses of what else is `counted` have no perplexity.
+    `sums` are the total loss and the trained tokens in all, then the loss of each data set, then the tokens of each.
+    A data set without trained tokens has no loss. If `counted` is not "tokens", no perplexity is returned.
     """
     found = _loss("validation", *sums[:2]) | {"validation/trained_tokens": round(sums[1])}
     of_tokens, terms = counted == "tokens", "answers" if counted == "answers" else "pairs"
@@ -215,8 +218,8 @@ def _loss(name: str, loss: float, tokens: float) -> dict[str, Value]:
 
 
 class SamplesHook(RankHook):
-    """Asks a run's prompts before its first step, every `--sample-interval` steps and at its end; all ranks call it
-    alike.
+    """Generates answers to a run's prompts before its first step, every `--sample-interval` steps and at its end, on
+    all ranks.
     """
 
     def __init__(self, run: Run, stops: Stops) -> None:
@@ -224,12 +227,12 @@ class SamplesHook(RankHook):
         self._last = run.config.train.train_iters
 
     def begin(self) -> None:
-        """Let the model of a new run answer."""
+        """Answer the prompts before the first step of a new run."""
         if self._run.position.iteration == 0 and self._is_due(0):
             self.answer(0)
 
     def measure(self, step: Step) -> Mapping[str, Value]:
-        """Let the model answer, if that is due."""
+        """Answer the prompts if they are due."""
         due = self._is_due(step.iteration) and not self._stops.asked(step)
         return self.answer(step.iteration) if due else {}
 
@@ -240,9 +243,9 @@ class SamplesHook(RankHook):
         return iteration == self._last or iteration % self._run.config.evaluation.sample_interval == 0
 
     def answer(self, iteration: int) -> dict[str, Value]:
-        """Let the model answer, tell the callbacks, and return a field of the iteration's record: the seconds it took.
+        """Answer the prompts, call the callbacks, and return the seconds as a field of the iteration's record.
 
-        There is none if it was given up. Then training goes on to its end.
+        Returns {} if generation was aborted because the run was asked to stop.
         """
         run, began = self._run, time.perf_counter()
         run.engine.schedule.phases.enter(VALIDATION, "samples")
@@ -276,7 +279,7 @@ class SamplesHook(RankHook):
 
     def _answers(self) -> list[list[int]]:
         """Return the tokens of all answers. The cache of keys and values holds as many prompts as one round of the
-        pipeline, so that it stays smaller than what a training step saves. Raises GivenUp.
+        pipeline, so that it stays smaller than the activations that a training step saves. Raises GivenUp.
         """
         run, dims = self._run, self._run.plan.dims
         prompts = [prompt.sample for prompt in run.prompts]

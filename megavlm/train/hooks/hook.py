@@ -1,4 +1,4 @@
-"""Define `RankHook`, what training does around a step (`order.py` lists all), and call the callbacks of rank 0."""
+"""Define `RankHook`, the base class of code that runs around a training step, and call the callbacks of rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megavlm.train.step_result import Counts, StepResult
 
 @dataclass(frozen=True, kw_only=True)
 class Step(StepEnd):
-    """A step that is done, or whose batch was left out. Hooks add to its record until all have measured it."""
+    """A step that ran or whose batch was left out. Hooks add fields to its record in `measure`."""
 
     record: dict[str, Value]
     data: StepData
@@ -32,25 +32,25 @@ class Step(StepEnd):
 class RankHook(StepHook[Step]):
     """A hook that every rank has, so that its methods may communicate.
 
-    For each step come `on_step_begin`, the step, in which `judge` is asked, then `measure`, `on_step_end` and `ends`,
-    each of all hooks before the next.
+    Per step, the order is `on_step_begin`, the step itself, which calls `judge`, then `measure`, `on_step_end` and
+    `ends`. Each method is called on all hooks before the next method. `order.py` lists the hooks.
     """
 
     def begin(self) -> None:
-        """Act before the first step."""
+        """Run before the first step."""
 
     def judge(self, loss: float, norm: float | None) -> str | None:
-        """Return why a step must not change the weights, alike on all ranks; None if it may. It is asked before the
-        update, with the gradient norm, or None where fp16 overflowed.
+        """Return why a step must not change the weights, equal on all ranks; None if it may. Called before the update,
+        with the loss and the gradient norm, which is None where fp16 overflowed.
         """
         return None
 
     def measure(self, step: Step) -> Mapping[str, Value]:
-        """Return what the record of a step is to have of this hook."""
+        """Return the fields that this hook adds to the record of a step."""
         return {}
 
     def ends(self, step: Step) -> BaseException | None:
-        """Return why the run ends after a step, equal on all ranks; the first hook that has a reason is heard."""
+        """Return why the run must end after a step, equal on all ranks; None if not. The first hook's reason counts."""
         return None
 
     def finish(self, iteration: int, end: BaseException | None) -> BaseException | None:
@@ -63,7 +63,7 @@ class RankHook(StepHook[Step]):
 
 @dataclass
 class Callbacks(RankHook):
-    """Calls them in order and keeps the first error of a user's callback, after which that one gets no more calls.
+    """Calls all callbacks in order. A user's callback that raises gets no more calls; the first error is kept.
 
     No rank waits: `failure` and `stop` travel with the sums of the next step (`DataAhead`).
     """
@@ -75,8 +75,8 @@ class Callbacks(RankHook):
     failure: UserError | None = None
     stop: str | None = None  # why a callback asks the run to stop
     _iteration: int = field(default=0, init=False)
-    _saved: list[Saved] = field(default_factory=list, init=False)  # complete, and not told yet
-    _unwritable: list[Callback] = field(default_factory=list, init=False)  # own ones, which were told of
+    _saved: list[Saved] = field(default_factory=list, init=False)  # complete, and not yet passed to callbacks
+    _unwritable: list[Callback] = field(default_factory=list, init=False)  # own callbacks with a warning printed
     _broken: set[int] = field(default_factory=set, init=False)  # places of users' callbacks that raised
 
     def on_start(self, start: Start) -> None:
@@ -87,7 +87,7 @@ class Callbacks(RankHook):
         self._call("on_step_begin", iteration)
 
     def on_step_end(self, step: Step) -> None:
-        """Tell of a step, then of the checkpoints that have become complete in it."""
+        """Pass the step to the callbacks, then the checkpoints that were completed during it."""
         self._iteration = step.iteration
         self._call("on_step_end", StepEnd(step.record, step.expert_loads))
         self._tell_saved()
@@ -99,7 +99,7 @@ class Callbacks(RankHook):
         self._call("on_samples", samples)
 
     def on_save(self, saved: Saved) -> None:
-        """Note a checkpoint that is complete, of which callbacks hear after the step."""
+        """Queue a complete checkpoint; callbacks get it after the step."""
         self._saved.append(saved)
 
     def _tell_saved(self) -> None:
@@ -108,7 +108,7 @@ class Callbacks(RankHook):
             self._call("on_save", each)
 
     def on_stop(self, error: BaseException | None) -> None:
-        """Make the last call of a run that finished, or that an error ends; what a callback raises now is only said."""
+        """Call `on_stop` of all callbacks when the run ends; an error of a callback is only printed as a warning."""
         before = self.failure
         state: State = "finished" if error is None else "stopped" if isinstance(error, Stopped) else "failed"
         self._call("on_stop", Stop(self._iteration, state, None if error is None else str(error)))
@@ -116,7 +116,7 @@ class Callbacks(RankHook):
             print(f"warning: {self.failure}", file=sys.stderr, flush=True)
 
     def finish(self, iteration: int, end: BaseException | None) -> BaseException | None:
-        """Tell of the last checkpoints; return, on all ranks, the error of a callback if nothing else ends the run."""
+        """Pass on the last checkpoints; return, on all ranks, a callback's error if nothing else ends the run."""
         self._tell_saved()
         if end is not None or not self.names_users:
             return end

@@ -1,4 +1,4 @@
-"""List what a step has around it, in order."""
+"""List the hooks around a training step, in the order of their calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megavlm.train.run import Run
 
 @dataclass(frozen=True)
 class Hooks:
-    """The hooks of a run, and those of them that a step asks by name."""
+    """All hooks of a run in order, with the two that the training loop uses by name."""
 
     ordered: tuple[RankHook, ...]
     guard: StepGuard
@@ -28,11 +28,11 @@ class Hooks:
         return iter(self.ordered)
 
     def judge(self, loss: float, norm: float | None) -> str | None:
-        """Return the first reason why a step must not change the weights, if there is one."""
+        """Return the first hook's reason why a step must not change the weights; None if it may."""
         return next(filter(None, (hook.judge(loss, norm) for hook in self)), None)
 
     def leave(self) -> None:
-        """Let all hooks give back what they hold."""
+        """Release the resources of all hooks."""
         for hook in self:
             hook.leave()
 

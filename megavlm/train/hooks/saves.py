@@ -1,4 +1,4 @@
-"""Begin the saves of a run, which are written while training goes on, and report how they ended."""
+"""Start asynchronous checkpoint saves during training and report their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORTH_KEEPING = 100  # steps
 
 
 class Saves(RankHook):
-    """Begins saves, says on rank 0 how they ended, and measures for how long training stood still."""
+    """Begins saves, reports their results on rank 0, and measures how long they stall training."""
 
     def __init__(self, run: Run, tally: Tally, guard: StepGuard, stops: Stops) -> None:
         self._run, self._tally, self._guard, self._stops = run, tally, guard, stops
@@ -39,17 +39,17 @@ class Saves(RankHook):
         self._record: Mapping[str, Value] = {}  # of the last step
         self._news: dict[str, Value] = {}
         self._last: SaveReport | None = None
-        self._said = False  # that a metric is missing
+        self._said = False  # warned that the metric of --keep-best is missing
         self._bad: BadNumbers | None = None  # on rank 0, and on a rank whose state is not finite
 
     def measure(self, step: Step) -> Mapping[str, Value]:
-        """Return what is new: the stall of a save that began, the time of one that ended. No rank waits."""
+        """Return new save metrics: the stall of a save that began, the seconds of one that ended. No rank waits."""
         self._look()
         news, self._news = self._news, {}
         return news
 
     def on_step_end(self, step: Step) -> None:
-        """Begin a save if one is due and the weights are to be trusted.
+        """Begin a save if one is due and the last step was good.
 
         Raises BadNumbers, on all ranks, where an earlier save has found state that is not finite.
         """
@@ -63,13 +63,13 @@ class Saves(RankHook):
             self._stops.look(step)  # a save may have taken long
 
     def keeps(self, iteration: int) -> bool:
-        """Return whether a run that ends for bad data keeps a checkpoint. One that has hardly begun does not: its place
-        in the data would refuse the mended command, and nothing is lost.
+        """Return whether a run that ends because of bad data saves a checkpoint. A run that has hardly begun does not:
+        its data position would make the corrected command fail, and nothing is lost.
         """
         return self._saver is not None and (self._saved > 0 or iteration >= _WORTH_KEEPING)
 
     def finish(self, iteration: int, end: BaseException | None) -> BaseException | None:
-        """Save the last iteration if that is to be done, and wait for the save that is under way.
+        """Save the last iteration unless it is saved or not worth keeping, and wait for the save in progress.
 
         Raises UserError on all ranks if the last save failed, BadNumbers if any found state that is not finite.
         """
@@ -102,7 +102,7 @@ class Saves(RankHook):
     def save(self, position: state.Position, record: Mapping[str, Value]) -> None:
         """Begin a save; with --no-async-save, wait for its end. Every rank calls it. `record` has the step's metrics.
 
-        Raises BadNumbers, on all ranks, where a save that was waited for found state that is not finite.
+        Raises BadNumbers on all ranks if, with --no-async-save, the state is not finite.
         """
         if self._saver is None:
             return
@@ -128,7 +128,7 @@ class Saves(RankHook):
             self._end_if_bad()
 
     def _metrics(self, record: Mapping[str, Value]) -> dict[str, float]:
-        """Return the loss, scores and the metric of --keep-best; says once if a step has no such number."""
+        """Return the loss, scores and the metric of --keep-best; print once if the record lacks that metric."""
         best = self._run.config.checkpoint.keep_best
         found = {
             name: float(value)
@@ -142,12 +142,12 @@ class Saves(RankHook):
         return found
 
     def bad(self) -> BadNumbers | None:
-        """Return, on a rank that knows, that a save found state that is not finite: the run must end. No rank waits."""
+        """Return BadNumbers on a rank with a report of a save whose state is not finite, else None. No rank waits."""
         self._look()
         return self._bad
 
     def _end_if_bad(self) -> None:
-        """Raise BadNumbers on all ranks if rank 0 has heard of state that is not finite."""
+        """Raise BadNumbers on all ranks if rank 0 has a report of state that is not finite."""
         told: list[BadNumbers | None] = [self._bad]
         dist.broadcast_object_list(told, src=0)
         if told[0] is not None:

@@ -1,8 +1,9 @@
 """Skip or undo steps whose numbers are bad (`--on-spike`), and find the rank, the layer and the samples to blame.
 
-To find them, the step is computed once more with the random numbers it had, while the norms of every layer's output and
-of the gradient of it are taken. What is not finite has a first place. A spike is looked for in the micro-batch whose
-norms stand out from those of all others in the same layers. What does not happen again was caused by a device.
+To find them, the step is recomputed with the same random numbers, and the norms of every layer's output and of its
+gradient are recorded. For values that are not finite, the first such place is reported. A spike is attributed to the
+micro-batch whose norms stand out from all others in the same layers. An error that does not recur was caused by a
+device.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _STANDS_OUT = 3.0  # times the median: healthy micro-batches differ by less
 
 @dataclass(frozen=True, order=True)
 class DataPlace:
-    """Something that a step computes. Of those that are not finite the least is the first: layers pass on what they
-    get.
+    """A tensor that a step computes, ordered as computed. The smallest place that is not finite is the first one:
+    later layers only pass the values on.
     """
 
     kind: int
@@ -55,7 +56,7 @@ Norms = list[tuple[DataPlace, float]]
 
 
 def find_culprit(run: Run, step: StepData, result: StepResult) -> tuple[str, dict[str, Any]]:
-    """Compute a bad step again; return in words what was the first to go wrong, and details for the event.
+    """Recompute a bad step; return a sentence on the first place that went wrong, and details for the event.
 
     Every rank calls it.
     """
@@ -89,10 +90,10 @@ def find_culprit(run: Run, step: StepData, result: StepResult) -> tuple[str, dic
 
 
 def standing_out(norms: Norms) -> tuple[DataPlace, float] | None:
-    """Return the place where the norms of the oddest micro-batch leave those of the others, and their ratio there.
+    """Return the first place where the norms of the most deviant micro-batch stand out, and its ratio to the median.
 
     A norm is compared with the median of the same layer over all micro-batches of the step. The micro-batch with the
-    largest such ratio r is the odd one, and the first of its places with a ratio of at least √r is where it begins.
+    largest ratio r to that median is the deviant one; its first place with a ratio of at least √r is returned.
     None if no micro-batch stands out.
     """
     layers: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -110,7 +111,7 @@ def standing_out(norms: Norms) -> tuple[DataPlace, float] | None:
 
 
 def _computed_again(run: Run, batches: Sequence[MicroBatch], names: Sequence[str]) -> tuple[Norms, float]:
-    """Return this rank's norms, first to last, and that of the gradient's sum over tokens. All else is as before."""
+    """Return this rank's norms in order, and the norm of the gradient summed over tokens; restore all other state."""
     rank, replica, engine = dist.get_rank(), run.engine.groups.coords.dp, run.engine
     before = StateBeforeStep.of(engine.model_chunks, engine.optimizer)
     seen: list[tuple[DataPlace, Tensor]] = []
@@ -135,13 +136,13 @@ def _computed_again(run: Run, batches: Sequence[MicroBatch], names: Sequence[str
 
 
 def _norm(value: Tensor) -> Tensor:
-    """Return the norm in float64, whose squares overflow for no fp32 number; it is finite if all numbers are."""
+    """Return the norm in float64, where no square of an fp32 number overflows: finite if all numbers are finite."""
     return torch.linalg.vector_norm(value.detach(), dtype=torch.float64)
 
 
 @contextmanager
 def _watched(chunks: Sequence[Any], encoder: Any, look: Any) -> Iterator[None]:
-    """Call `look`, within this context, with the output of each layer that runs, and with the gradient of it."""
+    """Call `look`, within this context, with the output of each layer that runs, and with its gradient."""
     watched = [(bare_chunk(chunk), chunk is encoder) for chunk in chunks]
     for chunk, is_encoder in watched:
         chunk.__dict__["run_layer"] = _watching(chunk, look, numbered=not is_encoder)
@@ -170,7 +171,7 @@ def _watching(chunk: VLMChunk, look: Any, *, numbered: bool) -> Any:
 
 
 def _samples(run: Run, step: StepData, place: DataPlace) -> list[str]:
-    """Return the samples of a place's micro-batch, or of the replica's step. The replica's reader knows them."""
+    """Return the samples of a place's micro-batch, or of the replica's whole step, from the replica's reader."""
     groups = run.engine.groups
     known = step.samples if groups.is_reader and groups.coords.dp == place.replica else ()
     chosen = known[place.micro_batch : place.micro_batch + 1] if place.micro_batch >= 0 else known
@@ -185,7 +186,7 @@ def _label(source: Any, sample: SampleId) -> str:
 
 
 class StepGuard(RankHook):
-    """Judges the steps of a run, and says what follows from a bad one. All ranks come to the same decisions."""
+    """Detects bad steps and skips, stops or rewinds (`--on-spike`). All ranks take the same decisions."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -195,24 +196,24 @@ class StepGuard(RankHook):
         self._left_out = iterations(self._options.iterations_to_skip)
 
     def leaves_out(self, iteration: int) -> bool:
-        """Return whether the batch of an iteration is not to be trained on."""
+        """Return whether the batch of an iteration is left out of training (`--iterations-to-skip`)."""
         return iteration in self._left_out
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the steps that were judged."""
+        """Return the state of bad-step detection for a checkpoint."""
         return self._steps.state_dict()
 
     def judge(self, loss: float, norm: float | None) -> str | None:
-        """Return why the numbers of a step are bad."""
+        """Return why the loss or gradient norm of a step is bad; None if both are good."""
         return self._steps.reason(loss, norm)
 
     @property
     def trusts_weights(self) -> bool:
-        """Return whether the last step's numbers were good: weights that cause bad ones must not be saved."""
+        """Return whether the last step's numbers were good: weights that cause bad numbers must not be saved."""
         return self._steps.in_a_row == 0
 
     def measure(self, step: Step) -> Mapping[str, Value]:
-        """Count a step; return the number of steps of the whole run that did not change the weights."""
+        """Count a step; return the number of steps of the whole run without a weight update."""
         result = step.result
         if result.updated and result.grad_norm is not None:
             self._steps.good(result.grad_norm)
@@ -253,7 +254,7 @@ class StepGuard(RankHook):
             self._rewind(iteration)
 
     def _rewind(self, iteration: int) -> None:
-        """Take weights, moments and random states of the newest checkpoint, and go on with the data after this batch.
+        """Load weights, moments and random states of the newest checkpoint, and go on with the data after this batch.
 
         The run then is as if the batches since that checkpoint had been left out.
         """
@@ -270,13 +271,13 @@ class StepGuard(RankHook):
         self.report("rewind", iteration, f"went back to the weights of {folder}", back_to=position.iteration)
 
     def report(self, kind: str, iteration: int, reason: str, **details: Any) -> None:
-        """Write an event, and say it."""
+        """Write an event, and print it."""
         if self._run.progress is not None:
             events.record(self._run.run_dir, kind, iteration=iteration, reason=reason, **details)
         self._run.say(f"iteration {iteration}: {reason}" + ("; its batch is left out" if kind == "skip" else ""))
 
     def _complaint(self, result: StepResult) -> str | None:
-        """Return why the numbers of a step are bad, if they are. fp16 looks for its loss scale by overflows."""
+        """Return why a step is bad; None if it is not. An fp16 overflow is bad only at the smallest loss scale."""
         if result.updated or result.refused is not None:
             return result.refused
         smallest = self._run.config.optimizer.min_loss_scale

@@ -21,34 +21,34 @@ from megavlm.train.step_result import Counts
 
 
 class Stops(RankHook):
-    """Knows whether any rank was asked to stop. Ranks hear of it by the sums of a step; what takes long looks anew."""
+    """Tracks whether any rank was asked to stop, by the sums of each step; long operations check again."""
 
     def __init__(self, run: Run, stop: StopRequest) -> None:
         self._run, self._stop = run, stop
-        self._heard = False  # since the sums of the last step, on all ranks
+        self._heard = False  # a request that all ranks know of since the sums of the last step
 
     @property
     def requested(self) -> bool:
-        """Return whether this rank was asked."""
+        """Return whether this rank was asked to stop."""
         return self._stop.requested
 
     def asked(self, step: Step) -> bool:
-        """Return whether all ranks know, after a step, that one of them was asked."""
+        """Return whether all ranks know, after a step, that some rank was asked to stop."""
         return self._heard or step.counts.stop > 0
 
     def hear(self) -> None:
-        """Note that one of the ranks was asked, as all of them know."""
+        """Note that some rank was asked to stop; all ranks must call this."""
         self._heard = True
 
     def look(self, step: Step) -> None:
-        """Ask all ranks again, unless they know already; every rank calls it."""
+        """All-reduce the stop requests again, unless one is known already; every rank calls this."""
         if not self.asked(step):
             found = torch.tensor(int(self.requested), device=self._run.backend.device)
             dist.all_reduce(found)
             self._heard = bool(found.item())
 
     def ends(self, step: Step) -> BaseException | None:
-        """Return Stopped after a request, unless the run ends by itself."""
+        """Return Stopped after a stop request, unless this was the last iteration."""
         if step.iteration == self._run.config.train.train_iters or not self.asked(step):
             return None
         return Stopped(self._stop.reason or self._run.callbacks.stop or "another rank was asked to stop")
@@ -64,9 +64,9 @@ class TooManySkipped(UserError):
 
 @dataclass
 class Tally:
-    """The numbers of samples that the whole run has read and skipped, and those since its last start.
+    """Numbers of samples read and skipped, in the whole run and since its last start.
 
-    These alone may end it: the data may have been mended before.
+    Only the counts since the last start may end the run: the data may have been corrected before it.
     """
 
     read: int
@@ -76,7 +76,7 @@ class Tally:
     reasons: SkipSummary = field(default_factory=SkipSummary)  # of the samples that this rank has read
 
     def add(self, counts: Counts, skipped: Sequence[Skipped]) -> None:
-        """Add the counts of a step over all ranks, and the skipped samples of this one."""
+        """Add the counts of a step over all ranks, and the skipped samples of this rank."""
         self.read += int(counts.read)
         self.skipped += int(counts.skipped)
         self.read_now += int(counts.read)
@@ -85,14 +85,14 @@ class Tally:
 
 
 class SkippedSamples(RankHook):
-    """Tallies what each step has read and skipped, and writes this rank's skipped samples to RUN_DIR/skipped."""
+    """Counts the samples read and skipped per step, and writes this rank's skipped samples to RUN_DIR/skipped."""
 
     def __init__(self, run: Run, tally: Tally, *, keeps: Callable[[int], bool]) -> None:
         """`keeps` returns whether there will be a checkpoint to go on from if the run ends after an iteration."""
         self._run, self._tally, self._keeps = run, tally, keeps
 
     def measure(self, step: Step) -> Mapping[str, Value]:
-        """Tally a step, and write down what it has skipped."""
+        """Count the samples of a step, and write its skipped samples to the log."""
         self._tally.add(step.counts, step.data.skipped if self._run.engine.groups.is_reader else ())
         self._run.skipped.write(step.iteration, step.data.skipped)
         return {}
@@ -114,25 +114,25 @@ class SkippedSamples(RankHook):
 
 
 class DataAhead(RankHook):
-    """What a rank reports at the end of a step: its counts, a request to stop, a failure of its next data or a save."""
+    """Shares counts, stop requests and failures of the next data or of a save over ranks at the end of a step."""
 
     def __init__(self, run: Run, stop: StopRequest, *, bad_save: Callable[[], BadNumbers | None]) -> None:
-        """`bad_save` returns, on a rank that knows, that a save has found state that is not finite."""
+        """`bad_save` returns BadNumbers on a rank with a report of a save whose state is not finite, else None."""
         self._run, self._stop, self._bad_save = run, stop, bad_save
         self._needed = False  # whether there is a next step
-        self._late = False  # whether its data were not there in time
+        self._late = False  # whether the data of the next step were not ready in time
         self._failure: BaseException | None = None
         self.waited = 0.0  # seconds for the next step's data
 
     def on_step_begin(self, iteration: int) -> None:
-        """Begin to look at the data of the next step."""
+        """Reset the state for the data of the next step."""
         self._needed = iteration < self._run.config.train.train_iters
         self._failure, self.waited = None, 0.0
 
     def counters(self, counts: Counts) -> Sequence[float]:
-        """Return the counters of a step with these counts, and share the next step's data if they are there.
+        """Return the counters of a step with these counts, and share the next step's data if they are ready.
 
-        The device still computes: ranks of a replica wait for one another, as they next do for the sums of the step.
+        The device is still computing meanwhile. Ranks of a replica wait for one another here.
         """
         loader = self._run.data_loader
         late = self._late = self._needed and not loader.is_ahead()
@@ -144,9 +144,9 @@ class DataAhead(RankHook):
         return replace(counts, stop=stop, failed=self._failure is not None, late=late).values()
 
     def settled(self, counts: Counts) -> Counts:
-        """Return the sums over ranks once the next data of all are there or spoilt; every rank calls it.
+        """Wait until the next data of all ranks are ready or failed, and return the sums; every rank calls it.
 
-        `counts` are the sums of the step. No rank waits for data of a run that is to end.
+        `counts` are the sums of the step. No rank waits for data if the run is about to end.
         """
         if not counts.late or counts.stop or counts.failed:
             return counts
@@ -164,9 +164,9 @@ class DataAhead(RankHook):
         return replace(counts, failed=failed, stop=stop)
 
     def error(self, counts: Counts) -> BaseException | None:
-        """Return what must end the run, on all ranks; `counts` are the settled sums over them.
+        """Return the error that must end the run, on all ranks; `counts` are the sums from `settled`.
 
-        It is BadNumbers on all ranks if it is so on any.
+        The error is BadNumbers on all ranks if it is BadNumbers on any.
         """
         if not counts.failed:
             return None
@@ -180,7 +180,7 @@ class DataAhead(RankHook):
         return self._failure or UserError(errors[0][1])
 
     def ends(self, step: Step) -> BaseException | None:
-        """Return the error of a step, unless no data are needed any more."""
+        """Return the error of a step, unless this was the last iteration."""
         return step.error if self._needed else None
 
     def _data_failure(self) -> BaseException | None:

@@ -35,7 +35,7 @@ class Trace(RankHook):
         self._profiler: Any = None
 
     def on_step_begin(self, iteration: int) -> None:
-        """Start the trace before its first iteration (counted from 1), or in it if the run resumes there."""
+        """Start the trace before its first iteration (counted from 1), or later if the run resumes inside the range."""
         inside = self._options.profile_step_start < iteration <= self._options.profile_step_end
         if not (self._traces and inside):
             return

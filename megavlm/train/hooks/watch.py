@@ -1,4 +1,4 @@
-"""Watch a run: end it if it hangs, from the time when its ranks have met, and say which rank is slow."""
+"""End a run that hangs, from rendezvous on, and report slow ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megavlm.train.hooks.hook import RankHook, Step
 
 
 class Watch(RankHook):
-    """Watches what `phases` are told, until `close`. Every rank makes one as soon as it has met the others."""
+    """Watches the progress in `phases` until `close`. Every rank creates it right after rendezvous."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class Watch(RankHook):
 
     @property
     def peak_memory(self) -> int:
-        """Return the most bytes that any rank has used, by the reports of the last seconds; 0 where none are read."""
+        """Return the peak memory of any rank in bytes, from the latest reports; 0 on ranks that read no reports."""
         return max((report.peak_memory for report in self._watchdog.table.values()), default=0)
 
     def starting(self, part: str) -> None:
-        """Begin a part of the start."""
+        """Enter a part of the start (`PARTS`)."""
         self.phases.enter(START, part)
         self._times.enter(part)
 
     def owns_folder(self) -> None:
-        """Let a hang, and the parts of the start, be written to the run folder, which is locked now."""
+        """Allow writes of a hang and of the parts of the start to the run folder, which is now locked."""
         self._watchdog.owns_folder = True
         if self._says:
             self._times.run_dir = self._run_dir
@@ -67,7 +67,7 @@ class Watch(RankHook):
         self.phases.begin_step(iteration)
 
     def measure(self, step: Step) -> dict[str, Value]:
-        """Note a step; return what the record says of the ranks: nothing if there is no news, or not on rank 0."""
+        """Note a step; return the time split of ranks for its record: {} if nothing is new, or not on rank 0."""
         self.phases.end_step()
         self._watchdog.step_done(step.seconds)
         self._times.first_step_done(step.iteration, waited=cast(float, step.record["data_time_s"]))
@@ -84,7 +84,7 @@ class Watch(RankHook):
         return found
 
     def ending(self) -> None:
-        """Begin the end of this rank."""
+        """Enter the phase in which this rank ends."""
         self.phases.enter(END)
 
     def close(self) -> None:
