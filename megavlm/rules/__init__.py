@@ -1,7 +1,7 @@
-"""The table of options and all that relates options to one another: defaults that follow from others, and refusals.
+"""The table of options, and rules between options: defaults that depend on other options, and checks of conflicts.
 
-A rule yields what is wrong with a configuration: lines that name the options and the remedy. Only the first is read, so
-that a rule may assume that its lines before, and the rules before it (`check.py`), hold.
+A rule yields error messages, which name the options and the remedy. Only the first message is read. So a rule may
+assume that its earlier checks and the rules before it (`check.py`) hold.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,5 +13,5 @@ WorldRule = Callable[[Config, int], Iterator[str]]
 
 
 def first(rules: Iterable[Callable[..., Iterator[str]]], *arguments: object) -> str | None:
-    """Return the first line that one of the rules has for its arguments; None if all hold."""
+    """Return the first error message that the rules yield for these arguments; None if all rules hold."""
     return next((line for rule in rules for line in rule(*arguments)), None)

@@ -1,7 +1,7 @@
 """Validate a configuration: ranges, then rules in their order, then options without an effect.
 
-An option has an effect only if what it declares (`option(needs=...)`) is set. One that the user sets without effect is
-an error that names the missing option; one that only a recipe sets returns to its default instead.
+An option has an effect only if the options that it declares (`option(needs=...)`) are set. If the user sets an option
+without effect, an error names the missing option; if only a recipe sets it, it is reset to its default.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megavlm.rules.precision_rules import PRECISION_RULES
 from megavlm.rules.run_rules import RUN_RULES
 from megavlm.rules.training_rules import TRAINING_RULES
 
-# Defaults that say "off", which scripts may say of what they do not use (`--ep 1`).
+# Defaults that mean "off": scripts may set an unused option to them (`--ep 1`).
 _OFF = (None, False, 0, 1, (), "none")
 
 
 def idle(config: Config, *, typed: Collection[tuple[str, ...]] = ()) -> Iterator[tuple[Option, Needs]]:
-    """Yield the options that have no effect in this configuration, with what they need, although they differ from their
-    defaults, or their path was `typed` and the default is more than "off": `--lora-alpha 16` without a rank is meant to
-    train adapters.
+    """Yield (option, unmet need) for the options that are set but have no effect in this configuration. An option is
+    set if it differs from its default, or if its path was `typed` and its default is not "off": `--lora-alpha 16`
+    without a rank is meant to train adapters.
     """
     of_names = _of_names(config)
     for option in options():
@@ -41,8 +41,8 @@ def idle(config: Config, *, typed: Collection[tuple[str, ...]] = ()) -> Iterator
 
 
 def _of_names(config: Config) -> dict[str, Needs]:
-    """Return what options lack whose section or connector no option names, by key: sections of what is
-    registered, and options of the projector that its connector does not read.
+    """Return the unmet needs, by key, of options of registered entries that no option selects, and of projector options
+    that the selected connector does not read.
     """
     found: dict[str, Needs] = {}
     for chooser in (option for option in options() if option.point is not None):
@@ -99,7 +99,7 @@ def check(config: Config, *, world: int) -> None:
 def usable_world(config: Config, launched: int) -> int:
     """Return how many of `launched` processes train: all, or with `--spare-ranks` the most that layout and batch allow.
 
-    All, too, if no number will do or a value is out of its range, so that `check` says what is wrong.
+    If no number is possible or a value is out of its range, return `launched`, so that `check` reports the error.
     """
     if not config.parallel.spare_ranks or any(out_of_range(config)):
         return launched

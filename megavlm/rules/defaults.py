@@ -1,8 +1,8 @@
-"""Fill in the defaults that follow from other options, once; all later code reads plain values.
+"""Fill in defaults that depend on other options, once; all later code reads plain values.
 
-Random weights are a toy or the start of a pretraining: they take large steps, and a laptop should run them as they are.
-Given weights are somebody's work, which the same step would destroy: their defaults are those that are published for
-fine-tuning. In the schema, the default of these options is None, so that what the user gave is known.
+A run with random weights is a toy or the start of a pretraining: large steps suit it, and the defaults let a laptop run
+it. Large steps would destroy given weights: with them, the defaults are those published for fine-tuning. In the schema,
+the default of these options is None, which shows whether the user has set them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megavlm.config.registry import ConnectorSections
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.rules.fields import Option, options, value_at, with_values
 
-# Published learning rates: scripts/v1_5 of LLaVA (a projector beside adapters 2e-5, a new projector alone 1e-3), the
-# examples of LLaMA-Factory and ms-swift (all weights 1e-5, adapters 1e-4), LLaVA-OneVision (vision encoder 2e-6 beside
-# 1e-5).
+# Published learning rates: scripts/v1_5 of LLaVA (a projector trained with adapters 2e-5, a new projector alone 1e-3),
+# the examples of LLaMA-Factory and ms-swift (all weights 1e-5, adapters 1e-4), LLaVA-OneVision (vision encoder 2e-6,
+# all else 1e-5).
 FULL, ENCODER, ADAPTERS, BESIDE_ADAPTERS, PROJECTOR = 1e-5, 2e-6, 1e-4, 2e-5, 1e-3
 WARMUP = 0.03  # of the steps until the decay ends: LLaVA, InternVL3, Qwen2.5-VL
 LENGTH = 8192  # tokens: InternVL2.5, Qwen2.5-VL; some ten images
@@ -30,12 +30,12 @@ SAVE = 500  # steps: LLaMA-Factory, ms-swift
 
 @dataclass(frozen=True)
 class StartDefault:
-    """An option that is None until it is known what a run starts from; both functions take the run's options."""
+    """Defaults of an option for runs from random and from given weights; the functions take the run's options."""
 
     option: str  # "section.field"
     random: Any  # the value with random weights, or a function of the run's options
     given: Callable[[Config], tuple[Any, str]]  # with given weights: the value, and why
-    applies: Callable[[Config], bool] = lambda config: True  # whether the run's model has what it is an option of
+    applies: Callable[[Config], bool] = lambda config: True  # whether the option concerns the run's model
 
 
 def starts_from_weights(config: Config) -> bool:
@@ -53,8 +53,8 @@ def learning_rate(config: Config) -> tuple[float, str]:
 
 
 def part_rate(part: str) -> Callable[[Config], tuple[float | None, str]]:
-    """Return the rule for the learning rate of one part. Parts follow --lr if it is given, and where they are not
-    trained whole.
+    """Return a function that gives the default learning rate of a part and the reason; None means --lr: if --lr is
+    given, or if the part is not trained whole.
     """
 
     def rate(config: Config) -> tuple[float | None, str]:
@@ -71,7 +71,7 @@ def part_rate(part: str) -> Callable[[Config], tuple[float | None, str]]:
 
 
 def steps(config: Config) -> int | None:
-    """Return the number of optimizer steps; None with `--epochs`, as long as nobody has counted how many they make."""
+    """Return the number of optimizer steps; None with `--epochs`, until the samples of an epoch have been counted."""
     return config.train.train_iters or (100 if config.train.epochs is None else None)
 
 
@@ -111,15 +111,16 @@ START_DEFAULTS = (
 
 
 def with_start_defaults(config: Config) -> Config:
-    """Return the configuration with the table's value for each of its options that is not set."""
+    """Return the configuration with each unset option of `START_DEFAULTS` at its default."""
     unset = (default for default in START_DEFAULTS if value_at(config, _path(default)) is None)
     return with_values(config, {_path(default): _value(default, config)[0] for default in unset})
 
 
 def with_values_of(config: Config, earlier: Config) -> Config:
-    """Return the configuration with the values of an earlier one for the table's options that are not set.
+    """Return the configuration with each unset option of `START_DEFAULTS` at its value in an `earlier` configuration.
 
-    Data sets without a weight have that of the earlier run, whose place in the data means other samples without it.
+    Data sets without a weight take the earlier run's weight: with another, its position in the data means other
+    samples.
     """
     before, now = earlier.data.datasets, config.data.datasets
     if [each.path for each in before] == [each.path for each in now]:
@@ -133,15 +134,15 @@ def with_values_of(config: Config, earlier: Config) -> Config:
 
 
 def is_start_default(config: Config, option: Option) -> bool:
-    """Return whether an option of the table has the value that the table gives it."""
+    """Return whether an option is in `START_DEFAULTS` and has its default for this configuration."""
     value = value_at(config, option.path)
     return any(default.option == option.key and _value(default, config)[0] == value for default in START_DEFAULTS)
 
 
 def start_table(config: Config, *, asked: Config | None = None) -> str:
-    """Return lines that tell the value of each option of the table, and where it comes from.
+    """Return a text table of the options of `START_DEFAULTS`, with the value and origin of each.
 
-    `asked` is the configuration before it took values of the run that it continues.
+    `asked` is the configuration before values of the resumed run were filled in.
     """
     lines = []
     for option, value, origin in _origins(config, asked or config):
@@ -181,12 +182,11 @@ def _value(default: StartDefault, config: Config) -> tuple[Any, str]:
 
 
 def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
-    """Return the configuration with a value for each option whose default follows from other options.
-
+    """Return the configuration with a value for each unset option whose default depends on other options.
     `vocab_size` is the tokenizer's size, the default of `model.language.vocab_size`. Given values stay, so that
     resolving again changes nothing. Defaults that follow from the layout or the device are not filled in here, because
     the planner varies both: `derived.overlapped` and `with_device_defaults` do that. With `--epochs`, the number of
-    steps, and what follows from it, is filled in where the data are known (`run_rules.with_train_iters`).
+    steps and its dependent options are filled in once the data are known (`training_rules.with_train_iters`).
     """
     train = filled(config.train, train_iters=steps(config))
     optimizer = filled(config.optimizer, lr_decay_iters=train.train_iters)
@@ -208,7 +208,7 @@ def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
 
 
 def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> ModelConfig:
-    """Return the model with a value for each size whose default follows from other sizes."""
+    """Return the model with a value for each unset size whose default depends on other sizes."""
     has_experts = model.experts.num_experts > 0
     language = filled(
         model.language,
@@ -242,7 +242,7 @@ def is_set(section: Any, name: str) -> bool:
 
 
 def with_device_defaults(config: Config, *, on_gpu: bool) -> Config:
-    """Return the configuration with the device's value for the option whose default depends on it."""
+    """Return the configuration with the device's default of `--encoder-chunk-patches`, if the encoder is colocated."""
     if config.placement.encoder != "colocated":
         return config
     chunk = chunk_patches(config, on_gpu=on_gpu)
@@ -250,8 +250,8 @@ def with_device_defaults(config: Config, *, on_gpu: bool) -> Config:
 
 
 def chunk_patches(config: Config, *, on_gpu: bool) -> int:
-    """Return the maximum number of patches per pass of a colocated encoder on a CPU or a GPU, which computes a layer of
-    4,096 patches in less time than the host takes to launch it.
+    """Return the maximum number of patches per pass of a colocated encoder. The default is larger on a GPU: it computes
+    a layer of 4,096 patches in less time than the host takes to launch the layer.
     """
     given = config.placement.encoder_chunk_patches
     return given if given is not None else 16384 if on_gpu else 4096

@@ -1,4 +1,4 @@
-"""Options of Transformers, TRL, LLaMA-Factory, ms-swift, DeepSpeed, Megatron-LM and LLaVA, and what they are here."""
+"""Map options of Transformers, TRL, LLaMA-Factory, ms-swift, DeepSpeed, Megatron-LM and LLaVA to this program's."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from megavlm.program import program
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    """Return `elsewhere.toml`, which only a mistake asks for."""
+    """Return the content of `elsewhere.toml`; it is read only when a user's option is unknown."""
     return tomllib.loads(Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def meanings() -> Mapping[str, str]:
-    """Return what does here what each option of other trainers does there, or why nothing does, by its name there.
+    """Return this program's counterpart of each option of other trainers, or why there is none, by the option's name.
 
-    A text that starts with `--` is an option, with its value where it has to have that one and a note after a comma.
+    A text that starts with `--` is an option, with its value if only that value matches, and a note after a comma.
     """
     return {name: meaning for meaning, names in _table()["meanings"].items() for name in names.split()}
 
 
 def hint(word: str, *, written: Callable[[str], str]) -> str:
-    """Return what a message says of an option of another trainer: `": here it is --lr"`, or why it is not needed.
+    """Return a hint for an option of another trainer: `": here it is --lr"`, or why the option is not needed.
 
-    A misspelt one is named as well. `written` returns an option as it is written where the word stood. Empty for words
-    that are like no such option.
+    For a misspelt option the hint names the option meant. `written` spells one of our options as the place of the
+    word needs it (flag or key). Return an empty string for words that resemble no known option.
     """
     bare = _bare(word)
     near = difflib.get_close_matches(bare, meanings(), n=1, cutoff=0.8)
@@ -45,19 +45,19 @@ def hint(word: str, *, written: Callable[[str], str]) -> str:
 
 
 def exact_hint(word: str, *, written: Callable[[str], str]) -> str:
-    """Return what `hint` says of a word that is spelt as another trainer spells it; an empty string for others."""
+    """Return the `hint` for a word that is exactly an option of another trainer; an empty string for other words."""
     return hint(word, written=written) if _bare(word) in meanings() else ""
 
 
 def value_hint(word: str, choices: Collection[str]) -> str:
-    """Return `": did you mean X?"` for a value that another trainer has for one of the choices; "" for other words."""
+    """Return `": did you mean X?"` if a word is another trainer's name for one of the choices; "" for other words."""
     if _bare(word) == "fp8" and "fp16" in choices:
         return ": FP8 is an option of its own, --fp8 hybrid, beside bf16"
     return f": did you mean {found}?" if (found := choice_of(word, choices)) else ""
 
 
 def choice_of(word: str, choices: Collection[str]) -> str | None:
-    """Return the choice for which another trainer has a word; None for other words."""
+    """Return the choice that a word names here or in another trainer; None for other words."""
     bare = _bare(word).removeprefix("torch.")
     words = {**_table()["values"], **{rule.name: rule.elsewhere for rule in RULES.values()}}
     same = (choice for choice in choices if bare == choice.lower() or bare in words.get(choice, "").split())

@@ -1,4 +1,4 @@
-"""Rules about experts: what the router can choose, what EP and ETP must divide, and what experts do not support."""
+"""Rules about experts: sizes of the router's choice, divisibility by EP and ETP, and unsupported combinations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megavlm.rules.defaults import resolve_model, starts_from_weights
 
 
 def router(config: Config) -> Iterator[str]:
-    """A bias that steps change is no frozen weight. Beside adapters, which do not hold it, it is frozen as well."""
+    """Check the router's options. A bias that steps update needs a language model that is trained whole: otherwise it
+    is frozen, also with adapters, which do not contain it.
+    """
     experts, layers = config.model.experts, config.model.language.num_layers
     count, chosen = experts.num_experts, experts.router_topk
     if not count:
@@ -44,7 +46,7 @@ def router(config: Config) -> Iterator[str]:
 
 
 def _groups(config: Config) -> Iterator[str]:
-    """A token takes experts of some groups alone, equally many of each."""
+    """Check group-limited routing: a token chooses equally many experts from each of its chosen groups."""
     experts = config.model.experts
     count, groups, chosen = experts.num_experts, experts.router_num_groups, experts.router_group_topk
     option, topk = f"model.experts.router_group_topk {chosen}", experts.router_topk
@@ -65,8 +67,8 @@ def _groups(config: Config) -> Iterator[str]:
 
 
 def experts_over_ranks(config: Config) -> Iterator[str]:
-    """torch's grouped product reads rows of 16 bytes, on a CPU as on a GPU, also in FP8. Without sequence parallelism
-    all TP ranks would send the same tokens to the experts.
+    """Check that EP and ETP divide the experts. torch's grouped product needs rows of a multiple of 16 bytes, on CPUs
+    and GPUs, also in FP8. Without sequence parallelism all TP ranks would send the same tokens to the experts.
     """
     count = config.model.experts.num_experts
     if not count:
@@ -98,7 +100,7 @@ def experts_over_ranks(config: Config) -> Iterator[str]:
 
 
 def experts_support(config: Config) -> Iterator[str]:
-    """Refuse what does not know that experts have data-parallel groups of their own, or needs equal shapes."""
+    """Refuse options that do not support the experts' own data-parallel groups, or that need equal shapes."""
     parallel, precision, in_fp8 = config.parallel, config.precision, fp8_in("language", config)
     if not config.model.experts.num_experts:
         return
@@ -116,7 +118,7 @@ def experts_support(config: Config) -> Iterator[str]:
 
 
 def expert_ranks_divide(config: Config, world: int) -> Iterator[str]:
-    """EP × ETP must divide the ranks of a pipeline stage, TP × CP × DP."""
+    """Check that EP × ETP divides the ranks of a pipeline stage, TP × CP × DP."""
     parallel = config.parallel
     ep, etp = parallel.expert_model_parallel_size, expert_tensor_parallel(config)
     ranks = world // parallel.pipeline_model_parallel_size

@@ -1,7 +1,7 @@
-"""Load the extensions that a user names with `--extension my_package`: their own code, with their rights.
+"""Load the extensions that a user names with `--extension my_package`: their code runs with the user's rights.
 
-Code comes from the command line and from a file of options that it names, never from a checkpoint: this says which
-extensions it was made with, and the user names them again.
+Extensions are named on the command line or in its file of options, never loaded by a checkpoint. A checkpoint only
+lists the extensions that it was made with, and the user names them again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def split_words(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of a command line that follow a flag, wherever it occurs, and all others. Other flags may not be
-    known yet.
+    """Split a command line into the values of a flag, which may occur repeatedly, and all other words. It works before
+    other flags are known.
     """
     following, rest, inside = list[str](), list[str](), False
     for word in argv:
@@ -34,7 +34,7 @@ def split_words(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def without_extensions(argv: Sequence[str]) -> list[str]:
-    """Load the extensions that a command line names, and return its other words: for programs with flags of their own.
+    """Load the extensions that a command line names and return its other words, for programs with their own flags.
 
     Raises UserError.
     """
@@ -44,8 +44,7 @@ def without_extensions(argv: Sequence[str]) -> list[str]:
 
 
 def load_extensions(names: Iterable[str]) -> None:
-    """Import extensions and register what they add; one that is there stays as it is.
-
+    """Import extensions and register their entries; extensions that are registered already are skipped.
     Raises UserError, in one line, for an extension that cannot be imported or whose names are taken.
     """
     for name in names:
@@ -54,7 +53,7 @@ def load_extensions(names: Iterable[str]) -> None:
 
 
 def extensions_of(config: Config) -> tuple[str, ...]:
-    """Return the user's extensions that own a name in a configuration: without them, it means nothing."""
+    """Return the user's extensions whose registered names a configuration uses, and which it therefore needs."""
     owners = [
         registry().owner_of(option.point, name)
         for option in options()
@@ -66,9 +65,9 @@ def extensions_of(config: Config) -> tuple[str, ...]:
 
 
 def missing_extensions(made_with: object) -> str | None:
-    """Return what to add to the command line for something that was made with these extensions; None if all are there.
+    """Return the `--extension` words to add so that all `made_with` extensions are loaded; None if they are.
 
-    `made_with` comes from a file.
+    `made_with` is a list of names as read from a file, and may be of any type.
     """
     names = [str(each) for each in made_with] if isinstance(made_with, list) else []
     lacking = [plain(name) for name in names if name not in registry()]
@@ -76,7 +75,7 @@ def missing_extensions(made_with: object) -> str | None:
 
 
 def _register(name: str, extension: Extension) -> None:
-    """Add what an extension declares. Raises UserError if a name or a flag of it is taken."""
+    """Register an extension under `name`. Raises UserError if one of its names or flags is taken."""
     for point in POINTS:
         choices = (word for each in options() if each.point == point for word in each.kind.choices)
         taken = {*registry().at(point), *choices, *OPEN_POINTS.get(point, ())}

@@ -22,9 +22,9 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.rules.elsewhere import value_hint
 
-# The shape of a model is a file format: of these sections, only options that say a flag have one.
+# The shape of a model is a file format: in these sections, only options that declare a flag have one.
 SHAPE = ("model.vision", "model.projector", "model.language", "model.experts")
-# What the flags of a section start with where its fields have names that others have, too.
+# Prefixes of flags of sections whose field names also occur in other sections.
 PREFIXES = {"vision": "vision", "projector": "projector", "language": "language", "lora": "lora", "experts": "moe"}
 
 _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping of texts"}
@@ -33,7 +33,7 @@ _PLURALS = {int: "integers", str: "texts"}
 
 @dataclass(frozen=True)
 class Kind:
-    """The type of a field: a scalar or one of `choices`, a tuple of them if `many`, or also None if `optional`.
+    """The type of an option: a scalar or one of `choices`; a tuple of these if `many`; None is valid if `optional`.
 
     If the scalar is a dataclass, YAML has a mapping and a flag takes `FIRST_FIELD,field=value,…`.
     """
@@ -138,8 +138,8 @@ def _kinds(record: Any) -> dict[str, Kind]:
 
 
 def record_of(record: Any, values: Mapping[str, object], *, name: str) -> Any:
-    """Return a dataclass of options with these values. Raises UserError, which names `name`, for a value of another
-    type or out of its range.
+    """Return an instance of the dataclass of options `record` with these values. Raises UserError, which names `name`,
+    for a value of the wrong type or out of its range.
     """
     found = _record(record, values, name=name)
     for field in fields(record):
@@ -150,7 +150,7 @@ def record_of(record: Any, values: Mapping[str, object], *, name: str) -> Any:
 
 
 def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
-    """Return a dataclass instance for a mapping. Raises UserError for an unknown key or a wrong value."""
+    """Return an instance of the dataclass `record` for a mapping. Raises UserError for an unknown key or wrong type."""
     kinds = _kinds(record)
     for key in values:
         if key not in kinds:
@@ -198,13 +198,13 @@ class Option:
     own_flag: str | None  # None: the flag follows from the path; KEY_ONLY: it has none
     common: str | None  # its group in `--help`; None: only `--help-all` lists it
     valid: Valid | None  # the range of a number; None: it has none, or one that depends on other options
-    needs: tuple[Needs, ...]  # what must be set for it to have an effect
-    point: str | None  # where the names are registered that it may say
-    registers: bool  # whether it belongs to something that is registered under a name
+    needs: tuple[Needs, ...]  # conditions under which the option has an effect
+    point: str | None  # extension point whose registered names are valid values
+    registers: bool  # whether it is an option of a registered entry, such as a connector
 
     @property
     def key(self) -> str:
-        """Name in YAML: `model.vision.num_layers`."""
+        """Return the option's name in YAML: `model.vision.num_layers`."""
         return ".".join(self.path)
 
     @property
@@ -219,29 +219,29 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Return the name on the command line; KEY_ONLY for a key of files and of `--set` alone."""
+        """Return the option's flag; KEY_ONLY if only files and `--set` can set it."""
         if self.own_flag is not None:
             return self.own_flag
         return KEY_ONLY if self.section.startswith(SHAPE) else self.spelled
 
     @property
     def name(self) -> str:
-        """Return what messages call the option: its flag, or its key where it has none."""
+        """Return the option's name in messages: its flag, or its key if it has no flag."""
         return self.flag or self.key
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Return the flag and its aliases; none for a key alone."""
+        """Return the flag and its aliases; empty if the option has no flag."""
         return (self.flag, *self.aliases) if self.flag else ()
 
     @property
     def negations(self) -> tuple[str, ...]:
-        """Return the flags that switch a boolean off: `--no-` before each of its names."""
+        """Return the flags that switch a boolean off: `--no-` with each of its flags; empty for other types."""
         return tuple(f"--no-{flag[2:]}" for flag in self.flags) if self.kind.scalar is bool else ()
 
 
 def options() -> tuple[Option, ...]:
-    """Return all fields of `Config` in the order of the schema, section by section; those of extensions too."""
+    """Return all options of `Config` and of extensions, in the order of the schema, section by section."""
     return _all_options(registry().state)
 
 
@@ -275,7 +275,7 @@ def _options(section: Any, path: tuple[str, ...], *, registers: bool = False) ->
 
 
 def is_sections(annotation: Any) -> bool:
-    """Return whether a field holds the sections of what is registered at a point."""
+    """Return whether a field's type is a subclass of `Sections`, which holds the options of registered entries."""
     return isinstance(annotation, type) and issubclass(annotation, Sections)
 
 

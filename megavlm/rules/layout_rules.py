@@ -1,4 +1,4 @@
-"""Rules about the layout: what parallelism and sharding must divide, and what they do not support."""
+"""Rules about the layout: divisibility by parallel degrees and shards, and unsupported combinations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megavlm.rules.expert_rules import expert_ranks_divide, experts_over_ranks, 
 
 
 def tensor_parallelism(config: Config) -> Iterator[str]:
-    """Refuse widths of which a rank would hold padding alone; others that TP does not divide are padded."""
+    """Refuse widths so small that a rank would hold only padding; other widths that TP does not divide are padded."""
     parallel, model = config.parallel, config.model
     tp, length = parallel.tensor_model_parallel_size, config.train.seq_length
     vision_tp, option = parallel.vision_tensor_model_parallel_size, "--vision-tp"
@@ -61,14 +61,14 @@ def tensor_parallelism(config: Config) -> Iterator[str]:
 
 
 def _reaches_all(split: Split, ranks: int) -> bool:
-    """Return whether the last of so many ranks holds rows of a divided weight, and not padding alone."""
+    """Return whether the last of `ranks` ranks holds rows of a split weight, and not only padding."""
     part = split.part(ranks, ranks - 1)
     return part is None or bool(part.runs)
 
 
 def colocated_encoder(config: Config) -> Iterator[str]:
-    """Encoders divide a replica. Features that are computed before their step, or by another run, must not depend on
-    the time of computation.
+    """Check that --vision-tp divides a replica, and that features computed ahead or cached do not depend on the time of
+    computation: the encoder must be frozen and without dropout.
     """
     model, placement, ranks = config.model, config.placement, replica_size(config)
     shared = config.parallel.vision_tensor_model_parallel_size
@@ -87,7 +87,9 @@ def colocated_encoder(config: Config) -> Iterator[str]:
 
 
 def offload(config: Config) -> Iterator[str]:
-    """Only moments can be on a disk. ZeRO-3 gathers weights layer by layer; what updates them is where they are."""
+    """Check `--offload`. Only optimizer state can be on a disk. Offloaded parameters need ZeRO-3, which gathers weights
+    layer by layer, and offloaded optimizer state, because the update runs where the parameters are.
+    """
     kinds = []
     for word in config.execution.offload:
         kind, equals, place = word.partition("=")
@@ -108,7 +110,7 @@ def offload(config: Config) -> Iterator[str]:
 
 
 def context_parallelism(config: Config) -> Iterator[str]:
-    """CP must divide heads or sequence, by which ranks exchange; gathered keys know no masks."""
+    """Check that CP divides the heads or the sequence that ranks exchange; gathered keys do not support masks."""
     parallel, cp = config.parallel, config.parallel.context_parallel_size
     tp, length = parallel.tensor_model_parallel_size, config.train.seq_length
     if parallel.cp_comm_type == "a2a" and (heads := math.gcd(*local_heads(config))) % cp:
@@ -138,8 +140,8 @@ def context_parallelism(config: Config) -> Iterator[str]:
 
 
 def pipeline_schedule(config: Config) -> Iterator[str]:
-    """Interleaving is for several chunks per stage; each of the other orders is for one. ZB-H1 computes gradients of
-    weights apart, when ZeRO-2 and 3 have reduced a layer's.
+    """Check `--schedule`: interleaving needs several chunks per stage, the other schedules one. ZB-H1 defers weight
+    gradients, but ZeRO-2 and 3 would already have reduced the layer's gradients by then.
     """
     parallel = config.parallel
     schedule, vpp = parallel.schedule, parallel.virtual_pipeline_model_parallel_size
@@ -181,7 +183,9 @@ def overlap_of_data_parallelism(config: Config) -> Iterator[str]:
 
 
 def shards(config: Config) -> Iterator[str]:
-    """Only ZeRO-3 gathers weights again in backward passes; a second shard on each rank would be ZeRO-2's copy."""
+    """Check sizes of shard groups. A secondary shard needs ZeRO-3, which alone gathers weights again in backward
+    passes; of size 1 it would be whole weights, as ZeRO-2 has.
+    """
     parallel, sharding = config.parallel, config.parallel.data_parallel_sharding
     if config.precision.dtype == "fp16" and shards_gradients(config):
         yield (
@@ -201,7 +205,7 @@ def shards(config: Config) -> Iterator[str]:
 
 
 def codes_on_links(config: Config) -> Iterator[str]:
-    """Codes of gradients and weights replace megatron-core's collectives, or those of torch's `fully_shard`."""
+    """Check compression of gradients and weights, which replaces collectives of megatron-core or of `fully_shard`."""
     parallel, precision = config.parallel, config.precision
     sharding, size = parallel.data_parallel_sharding, parallel.compress_group_size
     gradients, weights = parallel.compress_gradients != "none", parallel.compress_weights != "none"
@@ -241,7 +245,7 @@ def world_divides(config: Config, world: int) -> Iterator[str]:
 
 
 def groups_divide(config: Config, world: int) -> Iterator[str]:
-    """Groups of data-parallel ranks divide them; neighbours that keep a second shard divide a group that shards."""
+    """Check that group sizes divide the data-parallel ranks, and the secondary shard size the shard group."""
     parallel = config.parallel
     ranks = world // replica_size(config) * parallel.context_parallel_size
     whole = f"the {ranks} data-parallel ranks"
@@ -258,7 +262,7 @@ def groups_divide(config: Config, world: int) -> Iterator[str]:
 
 
 def global_batch_divides(config: Config, world: int) -> Iterator[str]:
-    """Interleaved 1F1B needs a number of micro-batches that PP divides."""
+    """Check that the global batch is whole micro-batches on all replicas; interleaved 1F1B needs a multiple of PP."""
     size, micro, ranks = config.train.global_batch_size, config.train.micro_batch_size, world // replica_size(config)
     pp = config.parallel.pipeline_model_parallel_size
     if size % (micro * ranks):

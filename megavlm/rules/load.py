@@ -1,4 +1,4 @@
-"""Write configurations as YAML and read them: exact, strict about keys and types; files may be partial."""
+"""Write and read configurations as YAML, exactly; reading is strict about keys and types, and files may be partial."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def to_yaml(config: Config) -> str:
 
 
 def as_data(value: Any, *, chosen: bool = False) -> Any:
-    """Return options as dicts and lists, which YAML and JSON have.
+    """Return options as dicts and lists, for YAML and JSON.
 
-    Of what is registered under names it returns all sections, or with `chosen` those that the options name: what a
-    model depends on.
+    The result has the sections of all registered entries, or if `chosen` only of entries that the options select, on
+    which a model depends.
     """
     if isinstance(value, Sections):
         return {name: as_data(getattr(value, name)) for name, each in registered(value.point).items() if each.options}
@@ -47,7 +47,7 @@ def as_data(value: Any, *, chosen: bool = False) -> Any:
 
 
 def _of_chosen(section: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of a section of options with the registered sections alone that it names."""
+    """Return the data of a section with only those sections of registered entries that its options select."""
     said = {field.metadata["point"]: data[field.name] for field in fields(section) if field.metadata.get("point")}
     for name in [name for name in data if isinstance(getattr(section, name), Sections)]:
         point = getattr(section, name).point
@@ -57,7 +57,7 @@ def _of_chosen(section: Any, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_dict(data: object) -> Config:
-    """Return the configuration of nested mappings as YAML returns them; absent keys keep their defaults.
+    """Return the configuration in nested mappings, as read from YAML; absent keys keep their defaults.
 
     Raises UserError naming `section.key` for an unknown key (with a suggestion) or a value of the wrong type.
     """
@@ -65,10 +65,10 @@ def from_dict(data: object) -> Config:
 
 
 def values_in(data: object) -> dict[tuple[str, ...], Any]:
-    """Return the value of each option, by path, that nested mappings have. Raises UserError as `from_dict`."""
+    """Return the values of the options in nested mappings, by path. Raises UserError as `from_dict`."""
     table = {option.key: option for option in options()}
     sections = {".".join(option.path[:depth]) for option in options() for depth in range(1, len(option.path))}
-    # Also where nothing has options.
+    # These sections exist even if no registered entry has options.
     sections |= {"model.projector.connectors", "model.objective.losses", "data.sources", "logging.callbacks"}
     return dict(_values(data, prefix="", table=table, sections=sections))
 
@@ -95,7 +95,7 @@ def _values(
 
 
 def _suggestion(name: str, *, prefix: str, table: Mapping[str, Option], sections: set[str]) -> str:
-    """Return a hint for an unknown key: the same name elsewhere, an alias (`tp`), or a similar name."""
+    """Return a hint for an unknown key: the same name in another section, an alias (`tp`), or a similar name."""
     leaves = {key: key.rpartition(".")[2] for key in table}
     same = [key for key, leaf in leaves.items() if leaf == name.replace("-", "_")]
     same = [key for key in same if not table[key].registers] or same
@@ -110,7 +110,7 @@ def _suggestion(name: str, *, prefix: str, table: Mapping[str, Option], sections
 
 
 def in_yaml(text: str) -> str:
-    """Return the text of a hint with keys in the place of flags: `--precision bf16` is `precision.dtype: bf16`."""
+    """Return the text of a hint with keys instead of flags: `--precision bf16` becomes `precision.dtype: bf16`."""
     by_flag = {flag: option for option in options() for flag in (*option.flags, *option.negations)}
     head, comma, note = text.partition(",")
     if head.startswith("--set "):
@@ -129,7 +129,7 @@ def from_yaml_file(path: str | Path) -> Config:
 
 
 def values_in_file(path: str | Path) -> dict[tuple[str, ...], Any]:
-    """Return the value of each option, by path, that a YAML file has. Raises UserError as `from_yaml_file`."""
+    """Return the values of the options in a YAML file, by path. Raises UserError as `from_yaml_file`."""
     data = read_yaml(path, what="--config")
     if data is None:
         raise UserError(
@@ -148,7 +148,7 @@ def values_in_file(path: str | Path) -> dict[tuple[str, ...], Any]:
 
 
 def extensions_in_file(path: str | Path) -> tuple[str, ...]:
-    """Return the extensions that a file of options names; what is wrong in it says who reads all of it."""
+    """Return the extensions that a file of options names. Errors are ignored here: reading all options reports them."""
     try:
         data = read_yaml(path, what="--config")
     except UserError:
@@ -189,8 +189,8 @@ def data_of(text: str, *, what: str) -> Any:
 
 
 def _check_nodes(root: Any, *, what: str) -> None:
-    """Raise UserError for a key that a mapping has twice, of which YAML would keep the last one, and for a document
-    that is huge once aliases stand for what they name.
+    """Raise UserError for a repeated key of a mapping, of which YAML would keep the last, and for a document that is
+    huge once its aliases are expanded.
     """
     waiting, count = [root], 0
     while waiting:

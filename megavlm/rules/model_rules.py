@@ -1,4 +1,4 @@
-"""Rules about the model: sizes that must fit one another, and what of it is trained."""
+"""Rules about the model: sizes that must match, combinations that are not supported, and which parts are trained."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from megavlm.rules.expert_rules import router
 
 
 def vision_tower(config: Config) -> Iterator[str]:
-    """2-D rotary embedding rotates pairs of channels, half by row and half by column: 4 must divide the head width. A
-    window holds at least one feature and no class token. The j-th DeepStack layer adds to language layer j. The tower's
-    merger takes blocks of patches alone, which the projector merges further.
+    """Check the vision encoder. 2-D rotary embedding rotates pairs of channels, half by row and half by column: 4 must
+    divide the head width. A window holds at least one feature and no class token. The j-th DeepStack layer adds to
+    language layer j. The encoder's merger supports only patches with learned positions, without windows, class token
+    and DeepStack; the projector merges its output further.
     """
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     hidden, heads, layers = vision.hidden_size, vision.num_attention_heads, vision.num_layers
@@ -92,7 +93,9 @@ def vision_tower(config: Config) -> Iterator[str]:
 
 
 def language_model(config: Config) -> Iterator[str]:
-    """Rotary embedding rotates pairs of channels; the three sections of M-RoPE must cover all of a head."""
+    """Check the language model. Rotary embedding rotates pairs of channels, so that an even number of them must rotate;
+    the three sections of M-RoPE must add up to these pairs.
+    """
     language = config.model.language
     hidden, heads, groups = language.hidden_size, language.num_attention_heads, language.num_query_groups
     sizes = f"model.language.hidden_size {hidden} / model.language.num_attention_heads {heads}"
@@ -143,7 +146,9 @@ def language_model(config: Config) -> Iterator[str]:
 
 
 def latent_attention(config: Config) -> Iterator[str]:
-    """Each head has a key and a value of its own, part of which rotates; what other attention has, it has not."""
+    """Check multi-head latent attention: each head has its own key and value, part of the key rotates, and options of
+    other kinds of attention are not supported.
+    """
     language = config.model.language
     if not is_latent(language):
         return
@@ -172,8 +177,8 @@ def latent_attention(config: Config) -> Iterator[str]:
 
 
 def further_tokens(config: Config) -> Iterator[str]:
-    """Layers that predict further tokens learn beside a language model that is trained whole; a folder has their names
-    for a whole model.
+    """Check multi-token prediction: its layers are trained only if the language model is trained whole, and only
+    folders of whole models have their weights.
     """
     option = f"model.language.mtp_layers {config.model.language.mtp_layers}"
     if not config.model.language.mtp_layers:
@@ -213,8 +218,9 @@ def sequence_is_not_too_long(config: Config) -> Iterator[str]:
 
 
 def images(config: Config) -> Iterator[str]:
-    """Patches tile images. Features of tiled images are rearranged after the projector, which excludes what uses their
-    order. Images that attend both ways need masks, which depend on their tokens.
+    """Check image sizes: patches must tile images. Tiled images (anyres) exclude features that depend on the order of
+    vision features, which is changed after the projector. Images with bidirectional attention need masks, which are
+    built from image tokens.
     """
     model, vision, kind = config.model, config.model.vision, data_kind(config)
     shuffle, patch = model.projector.pixel_shuffle, vision.patch_size
@@ -250,7 +256,7 @@ def images(config: Config) -> Iterator[str]:
 
 
 def connector_takes_the_model(config: Config) -> Iterator[str]:
-    """Features that do not lie as in the image have no rows and columns for M-RoPE, and no DeepStack."""
+    """Check that the connector supports the model: M-RoPE, DeepStack and the merger need features in a grid."""
     model = resolve_model(config.model)
     connector = connector_of(model.projector)
     merger = ("vision.merger_layer", model.vision.merger_layer is not None)
@@ -264,8 +270,8 @@ def connector_takes_the_model(config: Config) -> Iterator[str]:
 
 
 def adapters(config: Config) -> Iterator[str]:
-    """PEFT adds B·A to the weights of all experts, of which no single input can be left out. Adapters are named by
-    layers that exist and are not frozen.
+    """Check LoRA: targets must match linear layers of parts that are not frozen. Adapters of routed experts support no
+    dropout, because PEFT adds B·A to the weights of all experts.
     """
     lora = config.lora
     if not lora.rank:

@@ -15,8 +15,9 @@ from megavlm.rules.defaults import resolve_model
 
 
 def fp8(config: Config) -> Iterator[str]:
-    """Delayed scaling updates its history at the end of an FP8 region, which spans all layers of a chunk. Ranks run
-    different numbers of passes of a colocated encoder, so that collectives of FP8 scaling would not match.
+    """Check options that conflict with FP8. Delayed scaling updates its history at the end of an FP8 region, which
+    spans all layers of a chunk. Ranks run different numbers of passes of a colocated encoder, so that collectives of
+    FP8 scaling would not match.
     """
     precision = config.precision
     if precision.fp8 == "none":
@@ -42,7 +43,7 @@ def fp8(config: Config) -> Iterator[str]:
 
 
 def fp8_weights_are_gathered(config: Config) -> Iterator[str]:
-    """FP8 weights need the distributed optimizer, which keeps their fp32 main weights."""
+    """Check `--fp8-param-gather`: FP8 weights need the distributed optimizer, which keeps their fp32 main weights."""
     precision, sharding = config.precision, config.parallel.data_parallel_sharding
     if not precision.fp8_param_gather:
         return
@@ -62,7 +63,7 @@ def fp8_weights_are_gathered(config: Config) -> Iterator[str]:
 
 
 def fp8_fits_the_tokens(config: Config) -> Iterator[str]:
-    """The tokens of a micro-batch on one rank must be a multiple of what FP8 products support."""
+    """Check that the tokens of a micro-batch on one rank are a multiple that FP8 products support."""
     train, precision = config.train, config.precision
     if not fp8_in("language", config):
         return
@@ -80,7 +81,7 @@ def fp8_fits_the_tokens(config: Config) -> Iterator[str]:
 
 
 def fp8_fits_the_widths(config: Config) -> Iterator[str]:
-    """The widths of linear layers on one rank must be multiples of what FP8 products support."""
+    """Check that the widths of linear layers on one rank are multiples that FP8 products support."""
     precision, model, tp = config.precision, config.model, config.parallel.tensor_model_parallel_size
     multiple = fp8_multiple(precision.fp8_recipe)
     widths: list[tuple[str, int, int, int]] = []
@@ -98,7 +99,7 @@ def fp8_fits_the_widths(config: Config) -> Iterator[str]:
 
 
 def fp8_fits_the_heads(config: Config) -> Iterator[str]:
-    """The widths of the attention projections on one rank must be multiples of what FP8 products support."""
+    """Check that the widths of attention projections on one rank are multiples that FP8 products support."""
     precision, model, tp = config.precision, resolve_model(config.model), config.parallel.tensor_model_parallel_size
     step = fp8_multiple(precision.fp8_recipe)
     splits = {"vision": vision_split(model.vision, tp), "language": language_split(model.language, tp)}

@@ -1,4 +1,4 @@
-"""Rules about the data, the folders and the reports of a run."""
+"""Rules about a run's data sets, callbacks, trackers, folders and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megavlm.storage import is_url, without_secrets
 
 
 def datasets(config: Config) -> Iterator[str]:
-    """Validation data are a split of the data sets, or other data sets, of which each sample counts once."""
+    """Check the data sets: paths, weights and distinct names; validation data are a split or separate data sets."""
     data, size = config.data, config.train.global_batch_size
     for place in data.imageless_samples:
         if place >= size:

@@ -1,4 +1,4 @@
-"""Rules about what a run minimises, and how: the objective, the update rule, the learning rate and its schedule."""
+"""Rules about the objective, the update rule, the learning rate and its schedule."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ELEMENTWISE = ", or ".join(rule.name for rule in RULES.values() if rule.others 
 
 
 def with_train_iters(config: Config, iterations: int) -> Config:
-    """Return the resolved configuration of a run of `--epochs` with its number of steps, and what follows from it.
+    """Return the resolved configuration of a run of `--epochs` with its number of steps and dependent defaults.
 
-    Raises UserError if the schedule does not fit into so many steps.
+    Raises UserError if the learning rate schedule or the profile does not fit into the number of steps.
     """
     config = resolve(replace(config, train=replace(config.train, train_iters=iterations)))
     if complaint := first((learning_rate_schedule, profile_sees_iterations), config):
@@ -30,7 +30,9 @@ def with_train_iters(config: Config, iterations: int) -> Config:
 
 
 def embeddings(config: Config) -> Iterator[str]:
-    """A gradient cache runs two forward passes, between which Transformer Engine moves delayed scales on."""
+    """Check objectives of embeddings. A gradient cache runs two forward passes, between which Transformer Engine
+    updates delayed FP8 scales.
+    """
     objective, hidden, interval = config.model.objective, config.model.language.hidden_size, config.evaluation
     if objective.kind in ("next-token", *PREFERENCES):
         return
@@ -53,7 +55,7 @@ def embeddings(config: Config) -> Iterator[str]:
 
 
 def preferences(config: Config) -> Iterator[str]:
-    """Answers are read, and what belongs to the loss of each token has no meaning."""
+    """Check objectives of preferences: they need data files of answers, and support no options of token losses."""
     kind = config.model.objective.kind
     if kind not in PREFERENCES:
         return
@@ -73,7 +75,9 @@ def preferences(config: Config) -> Iterator[str]:
 
 
 def update_rule(config: Config) -> Iterator[str]:
-    """With a trained colocated encoder there are two optimizers, which would detect overflow independently."""
+    """Check that the update rule has parameters to train. fp16 excludes a trained colocated encoder: its own optimizer
+    would detect overflow independently.
+    """
     optimizer, rule = config.optimizer, config.optimizer.rule
     if rule.others is not None and not (trained_whole(config) or config.lora.train_router):
         yield (
@@ -99,7 +103,9 @@ def update_rule(config: Config) -> Iterator[str]:
 
 
 def one_length(config: Config) -> Iterator[str]:
-    """Two options that say the same are refused; minimum rates of parts are scaled with their peak rates."""
+    """Refuse two options that set the same length, and a minimum learning rate above --lr (minimum rates of parts are
+    scaled with their peak rates).
+    """
     train, optimizer = config.train, config.optimizer
     if train.epochs is not None and is_set(train, "train_iters"):
         yield (
@@ -116,7 +122,7 @@ def one_length(config: Config) -> Iterator[str]:
 
 
 def learning_rate_schedule(config: Config) -> Iterator[str]:
-    """Warm-up and decay must fit into the run; with --epochs, its length is not known before the data are counted."""
+    """Check that warm-up and decay fit into the run; with --epochs, only once the samples have been counted."""
     run = resolve(config)
     optimizer, iterations = run.optimizer, run.train.train_iters
     if not is_set(optimizer, "lr_decay_iters"):
