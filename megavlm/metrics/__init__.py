@@ -1,1 +1,1 @@
-"""Report what a run measures: files of records, the progress line, trackers, and pages of samples."""
+"""Report the metrics of a run: files of records, the progress line, trackers, and pages of samples."""

@@ -1,8 +1,8 @@
-"""`StepHook`: what happens around a step. `Callback`: a hook to which a run also tells what it has done.
+"""`StepHook`: a hook around each step. `Callback`: a hook that also receives the other events of a run.
 
-Sinks, trackers and `--callback` are callbacks. Rank 0 alone makes and calls them, in the thread that trains: a call
-that takes long makes the step longer. What they get is frozen, and says what holds for the whole run. The hooks of the
-training itself (`train/hooks`) are on all ranks.
+Sinks, trackers and `--callback` are callbacks. Only rank 0 creates and calls them, in the training thread: a slow call
+makes the step longer. They receive frozen events, whose values are for all ranks together. The hooks of training itself
+(`train/hooks`) run on all ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ State = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Start:
-    """A run begins, or goes on after `iteration`."""
+    """Event: a run starts, or resumes after `iteration`."""
 
     run_dir: Path
     config: Config  # resolved: defaults that depend on the model, the data and the device are filled in
-    iteration: int  # the last one that is done; 0 for a new run
+    iteration: int  # the last finished iteration; 0 for a new run
     world: int  # number of ranks
-    device: str  # its name: "CPU", "NVIDIA H100 80GB HBM3"
+    device: str  # name of the device: "CPU", "NVIDIA H100 80GB HBM3"
 
     @property
     def train_iters(self) -> int:
@@ -37,7 +37,7 @@ class Start:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A step has ended: `record` is its line of metrics.jsonl. A resumed run repeats steps after its checkpoint."""
+    """Event: a step ended. `record` is its line of metrics.jsonl. A resumed run repeats steps after its checkpoint."""
 
     record: Record
     expert_loads: Mapping[int, Sequence[float]] = field(default_factory=dict)  # tokens of each expert, by layer
@@ -52,7 +52,7 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class Validation:
-    """The model was evaluated on held-out data after `iteration`: `scores` by name, such as `validation/loss`."""
+    """Event: the model was evaluated on held-out data after `iteration`, with `scores` by name (`validation/loss`)."""
 
     iteration: int
     scores: Mapping[str, float | None]
@@ -60,9 +60,9 @@ class Validation:
 
 @dataclass(frozen=True)
 class Generation:
-    """What the model says to a held-out prompt, which `label` names.
+    """The model's answer to a held-out prompt; `label` is the name of the prompt.
 
-    `images` are arrays [height, width, 3] of bytes: the prompt's, at most 448 pixels on a side.
+    `images` are the prompt's images: arrays [height, width, 3] of bytes, at most 448 pixels on a side.
     """
 
     prompt: str
@@ -74,7 +74,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Samples:
-    """The model answered held-out prompts after `iteration`; 0: before the first step."""
+    """Event: the model answered held-out prompts after `iteration`; 0: before the first step."""
 
     iteration: int
     generations: Sequence[Generation]
@@ -82,16 +82,16 @@ class Samples:
 
 @dataclass(frozen=True)
 class Saved:
-    """The checkpoint of `iteration` is complete. It was written beside training: later steps may be done already."""
+    """Event: the checkpoint of `iteration` is complete. It is written in the background: later steps may have ended."""
 
     iteration: int
     folder: Path
-    seconds: float  # that writing it took
+    seconds: float  # for writing the checkpoint
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The run ends after `iteration`: it has finished, was asked to stop (the same command goes on), or failed."""
+    """Event: the run ends after `iteration`: finished, stopped on request (the same command resumes it), or failed."""
 
     iteration: int
     state: State
@@ -102,7 +102,7 @@ StepT = TypeVar("StepT", bound=StepEnd, contravariant=True)
 
 
 class StepHook(Generic[StepT]):
-    """Does nothing around a step: a subclass overrides the methods that it needs."""
+    """Base class of hooks around a step. Its methods do nothing: a subclass overrides the methods that it needs."""
 
     def on_step_begin(self, iteration: int) -> None: ...
 
@@ -110,10 +110,10 @@ class StepHook(Generic[StepT]):
 
 
 class Callback(StepHook[StepEnd]):
-    """Does nothing: a subclass overrides the methods that it needs. The last call is `on_stop`.
+    """Base class of callbacks. Its methods do nothing: a subclass overrides those that it needs. `on_stop` comes last.
 
-    A method may raise `megavlm.errors.Stopped("reason")`: the run then saves a checkpoint and stops, as it does when it
-    is asked to. Any other exception of a user's callback ends the run in the same order, with exit status 2.
+    A method may raise `megavlm.errors.Stopped("reason")`: the run then saves a checkpoint and stops, as on a stop
+    request. Any other exception of a user's callback ends the run in the same order, with exit status 2.
     """
 
     def on_start(self, start: Start) -> None: ...

@@ -24,9 +24,9 @@ class ProgressLine(Callback):
         self._skipped = 0.0
 
     def on_step_end(self, step: StepEnd) -> None:
-        """Print an iteration, and how many samples were skipped since the start; reads `iteration` and, if present,
-        `epoch`, `loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, `step_time_s`, `skipped_samples` and `slow`
-        (words on a slow rank)."""
+        """Print an iteration, with the number of samples skipped since the start. The record has `iteration`; optional
+        are `epoch`, `loss`, `reward_margin`, `reward_accuracy`, `grad_norm`, `learning_rate`, `tokens_per_second`,
+        `step_time_s`, `skipped_samples` and `slow` (a text about a slow rank)."""
         record, iteration = step.record, step.iteration
         step_time = record.get("step_time_s")
         if isinstance(step_time, float):

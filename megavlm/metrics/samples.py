@@ -1,4 +1,4 @@
-"""Write what a model says to the same prompts while it trains: RUN_DIR/samples/answers.jsonl, and a page of it."""
+"""Write a model's answers to fixed prompts during training: RUN_DIR/samples/answers.jsonl and an HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADLINE = 160  # characters of a prompt that are a headline; a longer one is t
 
 
 class Question(NamedTuple):
-    """A held-out prompt and its right answer. Answers are shown together if their prompt and reference are equal."""
+    """A held-out prompt and its reference. Answers with equal label, prompt and reference are shown together."""
 
     label: str
     prompt: str
@@ -43,11 +43,14 @@ def samples_page(
     answered: int,
     train_iters: int,
 ) -> str:
-    """Return the page of a run. All text is escaped: what a model says is data.
+    """Return the HTML page of a run's samples. All text is escaped, the model's answers too.
 
     Args:
-        pictures: images [height, width, 3] of the questions, in the order in which they are shown.
-        moments: answers by question after some iterations, from the oldest to the newest, of `answered` in all.
+        name: name of the run.
+        pictures: images [height, width, 3] by question, in the order in which the questions are shown.
+        moments: pairs of an iteration and its answers by question, from the oldest to the newest.
+        answered: number of iterations with answers, including those that are not shown.
+        train_iters: last iteration of the run; 0 if unknown.
     """
     newest, latest = moments[-1]
     right = sum(_same(latest.get(question, ""), question.reference) for question in pictures)
@@ -69,7 +72,7 @@ def samples_page(
 
 
 def changes(answers: Sequence[tuple[int, str]]) -> list[Said]:
-    """Return each answer once for the iterations in which it stayed the same, the newest first."""
+    """Merge consecutive equal answers, given as (iteration, text), into ranges of iterations, the newest first."""
     found = []
     for text, times in groupby(answers, key=lambda each: each[1]):
         iterations = [iteration for iteration, _ in times]
@@ -105,12 +108,12 @@ Answers = dict[Question, str]
 
 
 class SamplesSink(Callback):
-    """Appends the answers of an iteration to `answers.jsonl`, as one line, and writes `index.html` anew."""
+    """Appends the answers of each sampled iteration to `answers.jsonl`, as one line, and rewrites `index.html`."""
 
     def __init__(self, folder: Path, *, resume_iteration: int = 0) -> None:
-        """Write to `folder`, and keep its answers up to `resume_iteration` (0: begin anew).
+        """Open `folder` and keep its answers up to `resume_iteration` (0: delete them).
 
-        Raises UserError if the lines cannot be read and written.
+        Raises UserError if `answers.jsonl` cannot be read and written.
         """
         self._folder = folder
         self._lines = JsonlSink(folder / "answers.jsonl", resume_iteration=resume_iteration)
@@ -142,7 +145,7 @@ class SamplesSink(Callback):
 
 
 def answers_of(path: Path) -> Iterator[tuple[int, Answers]]:
-    """Yield the iterations and the answers of the lines of a file that are complete."""
+    """Yield (iteration, answers by question) for each complete and valid line of `answers.jsonl`."""
     for record in json_lines(path):
         with suppress(ValueError, TypeError, KeyError):  # of another version, or edited
             answers = {
@@ -153,7 +156,7 @@ def answers_of(path: Path) -> Iterator[tuple[int, Answers]]:
 
 
 def _shown(moments: Sequence[tuple[int, Answers]]) -> list[tuple[int, Answers]]:
-    """Return at most `MOST_MOMENTS` of the times, evenly spaced from the first, and the last."""
+    """Return at most `MOST_MOMENTS` of the sampled iterations: evenly spaced from the first, and the last."""
     stride = -(-len(moments) // (MOST_MOMENTS - 1))
     shown = list(moments[::stride])
     return shown if shown[-1] is moments[-1] else [*shown, moments[-1]]

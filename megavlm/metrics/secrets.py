@@ -1,4 +1,4 @@
-"""Leave passwords, keys and signatures out of what a run tells others."""
+"""Remove passwords, keys and signatures from data that a run prints or sends to trackers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-# Of a setting or an environment variable whose value must not be told. `image_token` is a number, and no secret.
+# Names of settings and environment variables whose values are secret. `image_token` is a number, and no secret.
 _NAME = re.compile(
     r"(?i)(?:password|passwd|secret|credentials?|api_?key|(?:access|private|account|secret)_?key"
     r"|(?:auth|access|session|security|bearer|identity|hub|hf|sas)_?token|^token)$"
 )
-_USER = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/@\s]+@")  # user:password@ of a URL
+_USER = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/@\s]+@")  # user:password@ in a URL
 _QUERY = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^?#\s]*)[?#][^\s,]+")  # signatures are in a URL's query
-_LEAST = 8  # characters: shorter values of the environment may be words that mean something else
+_LEAST = 8  # characters: shorter values of environment variables may be ordinary words
 
 
 def without_secrets(value: Any) -> Any:
     """Return plain data (mappings, lists, texts, numbers) in which secrets are replaced by ***.
 
-    A secret is the value of a key that is named like one, the user and the query of a URL, and the value of an
-    environment variable that is named like one, wherever it stands.
+    Secrets are the values of keys with names such as `password` or `api_key`, the user and the query of URLs, and the
+    values of environment variables with such names, anywhere in a text.
     """
     return _cleaned(value, _of_environment(os.environ))
 
@@ -41,6 +41,6 @@ def _cleaned(value: Any, known: tuple[str, ...]) -> Any:
 
 
 def _of_environment(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the values of variables that are named like secrets, the longest first."""
+    """Return the values of environment variables with names of secrets, the longest first."""
     found = {value for name, value in environment.items() if _NAME.search(name) and len(value) >= _LEAST}
     return tuple(sorted(found, key=len, reverse=True))

@@ -1,8 +1,8 @@
-"""Write the metrics of each iteration to `metrics.jsonl`, and skipped samples to RUN_DIR/skipped.
+"""Write the metrics of each iteration to `metrics.jsonl`, loads of experts, and skipped samples to RUN_DIR/skipped.
 
-A record maps `iteration` (counted from 1) and other names to values, or to values by name; None means unknown. One
-rank has the sinks. Iteration k must be logged before its checkpoint is committed: a run that resumes at k then finds
-records 1 … k and drops later ones, so that the file equals that of an uninterrupted run.
+A record maps `iteration` (counted from 1) and other names to values, or to values by name; None means unknown. Only
+one rank has the sinks. Iteration k must be logged before its checkpoint is committed: a run that resumes at k then
+finds records 1 … k and drops later ones, so that the file equals that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class JsonlSink(Callback):
     def __init__(self, path: Path, *, resume_iteration: int = 0) -> None:
         """Open `path` and keep its records up to `resume_iteration` (0: truncate the file).
 
-        Damaged lines are left out, which is said. Raises UserError if the file cannot be read and written.
+        Damaged lines are dropped with a warning. Raises UserError if the file cannot be read and written.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,18 +51,18 @@ class JsonlSink(Callback):
         self.write(step.record)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record, which has an iteration."""
+        """Append a record, which must have the key `iteration`."""
         assert "iteration" in record
         # A single write per line: a line is incomplete only if the process is killed inside the system call.
         self._lines.append(json.dumps(dict(record)).encode() + b"\n")
 
     def on_stop(self, stop: Stop) -> None:
-        """Write lines that wait."""
+        """Write the lines that could not be written before, and close the file."""
         self._lines.close()
 
 
 class _Lines:
-    """Appends lines to a file. What a full disk or a lost folder refuses waits in memory, and is tried again."""
+    """Appends lines to a file. Lines that cannot be written (full disk, lost folder) are kept and tried again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,7 +70,7 @@ class _Lines:
         self._waiting = b""
 
     def append(self, line: bytes) -> None:
-        """Write a line, after those that wait; the first that has to wait is told on stderr."""
+        """Write the kept lines and this one; warn on stderr when a line has to be kept for the first time."""
         first = not self._waiting
         self._waiting += line
         try:
@@ -90,7 +90,7 @@ class _Lines:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file that may not exist. Raises OSError for what is no regular file, or too large."""
+    """Return the content of a file, empty if it does not exist. Raises OSError if it is not regular, or too large."""
     try:
         return read_bytes(path, at_most=_LARGEST)
     except FileNotFoundError:
@@ -98,11 +98,12 @@ def _content(path: Path) -> bytes:
 
 
 def kept_lines(content: bytes, *, resume_iteration: int) -> tuple[bytes, int]:
-    """Return the records before the first whose iteration is above `resume_iteration`, and how many lines are damaged.
+    """Return the lines up to the first record with an iteration above `resume_iteration`, and the number of damaged
+    lines, which are dropped.
 
-    Records are in the order of iterations: what follows a later one was written after the checkpoint. Damaged lines are
-    left out. The last line does not count as damaged: a killed process was writing it. Without its newline, which is
-    added, it may be complete.
+    Records are in the order of iterations: lines after a later iteration were written after the checkpoint. The last
+    line does not count as damaged: a killed process was writing it. It may be complete but for its newline, which is
+    added.
     """
     kept: list[bytes] = []
     damaged = 0
@@ -119,8 +120,8 @@ def kept_lines(content: bytes, *, resume_iteration: int) -> tuple[bytes, int]:
 
 
 def lost_steps(path: Path, *, resume_iteration: int) -> dict[str, Any]:
-    """Return for the event `start` how many steps of `path` a run that resumes drops, and when the last of them ended.
-
+    """Return the number of steps in `path` that a resumed run repeats, and when the last of them ended, as fields of
+    the event `start`; None: no step.
     Call it before `JsonlSink` opens the file.
     """
     try:
@@ -138,7 +139,7 @@ def _iteration_of(line: bytes) -> int | None:
 
 
 def _record_in(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line of metrics.jsonl; None without one that has an iteration."""
+    """Return the record in a line of metrics.jsonl; None if the line is not JSON or has no iteration."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, or not even UTF-8
@@ -147,7 +148,7 @@ def _record_in(line: bytes) -> dict[str, Any] | None:
 
 
 class SkippedLog:
-    """Appends skipped samples with their reasons to a file of JSON lines, created by the first; no path: none."""
+    """Appends skipped samples with their reasons to a file of JSON lines, created on first use; path None: no log."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -174,11 +175,11 @@ class SkippedLog:
 
 
 FILE = "expert_loads.jsonl"
-_MOST_LINES = 200  # of a run, however long: a line of a large model is as long as a hundred of metrics.jsonl
+_MOST_LINES = 200  # per run: a line of a large model is as long as a hundred lines of metrics.jsonl
 
 
 class ExpertLoadsSink(Callback):
-    """Writes a line every `train_iters` / 200 steps."""
+    """Writes each expert's load relative to the mean to `expert_loads.jsonl`, every `train_iters` / 200 steps."""
 
     def __init__(self, run_dir: Path, *, train_iters: int, resume_iteration: int = 0) -> None:
         self._every = max(1, train_iters // _MOST_LINES)

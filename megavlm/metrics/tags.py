@@ -1,4 +1,4 @@
-"""What TensorBoard and the trackers call the numbers of metrics.jsonl, in one table."""
+"""Names (tags) of the numbers of metrics.jsonl in TensorBoard and the trackers, in one table."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _GROUPS = {
 }
 TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names.split()}
 TAGS |= {"expert_load_max": "experts/load_max", "expert_load_entropy": "experts/load_entropy"}
-# Of names that begin so, the beginning is replaced; names with a slash are tags already.
+# Prefixes of names and their replacements; names with a slash are tags already.
 PREFIXES = {"eval_": "validation/", "imbalance_": "data/imbalance_"}
 _NO_METRIC = ("iteration",)
 
 
 def tag_of(name: str) -> str:
-    """Return the tag of a name in metrics.jsonl; `other/NAME` for a name that nobody has put into the table."""
+    """Return the tag of a name in metrics.jsonl; `other/NAME` for a name that is not in the table."""
     if name in TAGS or "/" in name:
         return TAGS.get(name, name)
     for prefix, instead in PREFIXES.items():
@@ -33,7 +33,7 @@ def tag_of(name: str) -> str:
 
 
 def tagged(record: Record) -> dict[str, float]:
-    """Return the numbers of a record by tag. What is unknown (None) or text is left out; parts are `TAG/PART`."""
+    """Return the numbers of a record by tag, without None and texts; numbers in a mapping get `TAG/KEY`."""
     found: dict[str, float] = {}
     for name, value in record.items():
         parts = {f"/{part}": each for part, each in value.items()} if isinstance(value, Mapping) else {"": value}

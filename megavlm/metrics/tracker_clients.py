@@ -25,7 +25,9 @@ _PUBLIC = "https://api.wandb.ai"
 
 
 class WandbTracker(Callback):
-    """Writes to RUN_DIR/wandb, and to the server if a key is known. W&B's own variables are respected."""
+    """Logs to Weights & Biases: to RUN_DIR/wandb, and to the server if there is an API key. W&B's environment variables
+    are respected.
+    """
 
     def __init__(self, *, project: str, name: str) -> None:
         self._project, self._name = project, name
@@ -47,7 +49,7 @@ class WandbTracker(Callback):
             dir=str(start.run_dir),
             config={**settings_of(start.config), "world": start.world, "device": start.device},
             mode=mode,
-            # What W&B collects by itself may hold secrets: the command line, output, installed packages, the source.
+            # Data that W&B collects by itself may hold secrets: command line, output, installed packages, source code.
             settings=wandb.Settings(
                 console="off",
                 disable_git=True,
@@ -86,12 +88,12 @@ class WandbTracker(Callback):
 
 
 def _is_no_remark_on_sizes(record: logging.LogRecord) -> bool:
-    """Return False for what W&B says at every sampling of pictures that differ in size."""
+    """Filter out W&B's warning about images of different sizes, which would come with all samples."""
     return "Images sizes do not match" not in record.getMessage()
 
 
 def _has_key() -> bool:
-    """Return whether W&B will find a key without a question: in its variables or in ~/.netrc."""
+    """Return whether W&B will find an API key without a prompt: in its environment variables or in ~/.netrc."""
     if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", _PUBLIC)).hostname or ""
@@ -107,7 +109,7 @@ _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker(Callback):
-    """Writes to the server of `MLFLOW_TRACKING_URI`; without one, to files in RUN_DIR/mlruns."""
+    """Logs to MLflow: to the server of `MLFLOW_TRACKING_URI`, or without that variable to files in RUN_DIR/mlruns."""
 
     def __init__(self, *, project: str, name: str) -> None:
         self._project, self._name = project, name
@@ -172,12 +174,12 @@ def _local_store(run_dir: Path) -> str:
 
 
 def _named(tag: str) -> str:
-    """Return a tag in the characters that MLflow takes."""
+    """Return a tag with characters that MLflow does not accept replaced by `_`."""
     return re.sub(r"[^\w\-. /]", "_", tag)
 
 
 class TensorBoardSink(Callback):
-    """Writes TensorBoard event files: one chart per number, under its tag, and samples with their pictures."""
+    """Writes TensorBoard event files: a chart for each number of the records, and samples with their images."""
 
     def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
         """Write to `directory`; TensorBoard ignores points of earlier event files from iteration `purge_step` on.
@@ -210,7 +212,7 @@ class TensorBoardSink(Callback):
 
 
 def _told(said: Generation) -> str:
-    """Return a sample as Markdown in which nothing that it says is taken for Markdown."""
+    """Return a sample as Markdown whose texts are indented code blocks, so that Markdown in them has no effect."""
     parts = {said.label or "prompt": said.prompt, "answer": said.answer, "reference": said.reference}
     blocks = {name: textwrap.indent(text or " ", "    ", lambda line: True) for name, text in parts.items()}
     return "\n\n".join(f"{name}:\n\n{block}" for name, block in blocks.items())

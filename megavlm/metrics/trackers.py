@@ -1,4 +1,4 @@
-"""Let trackers (`--tracker`) work in threads: neither a slow network nor their errors reach training."""
+"""Run trackers (`--tracker`) in background threads, so that slow networks and errors do not affect training."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Call = Callable[[Callback], None]
 
 
 class Background(Callback):
-    """Passes calls on to a tracker, which its thread makes first. What finds no place in the queue is left out.
+    """Calls a tracker in a background thread, which also creates it. Calls beyond the queue's capacity are dropped.
 
-    A tracker that raises gets no more calls. Each of these is said once, on stderr, without secrets.
+    A tracker that raises gets no more calls. Both cases are reported once, on stderr, without secrets.
     """
 
     def __init__(self, name: str, make: Callable[[], Callback], *, capacity: int = _CAPACITY) -> None:
-        """Start the thread. `name` is how the lines on stderr call the tracker."""
+        """Start the thread. `name` is the tracker's name in messages on stderr."""
         self._name, self._make = name, make
         self._calls: queue.Queue[Call | None] = queue.Queue(capacity)
         self._left_out = 0
@@ -58,7 +58,7 @@ class Background(Callback):
         self._pass_on(lambda tracker: tracker.on_save(saved))
 
     def on_stop(self, stop: Stop, *, patience: float | None = None) -> None:
-        """Wait until all calls are done, for `patience` seconds at most."""
+        """Wait for at most `patience` seconds until the tracker has processed all calls."""
         patience = _PATIENCE[stop.state] if patience is None else patience
         ending = threading.Thread(target=self._end, args=(stop,), daemon=True)  # the queue may be full
         ending.start()
@@ -110,7 +110,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def trackers_of(config: Config, run_dir: Path) -> list[Callback]:
-    """Return the trackers of a run; their libraries are imported by threads of their own."""
+    """Return the trackers of a run; each imports its library in its own thread."""
     logging = config.logging
     name = logging.tracker_run_name or run_dir.resolve().name
     return [
@@ -126,7 +126,7 @@ def _make(tracker: str, project: str, name: str) -> Callback:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return all options by their key (`train.train_iters`), without secrets, for a tracker to show and to compare."""
+    """Return the values of all options by key (`train.train_iters`), without secrets, for trackers to display."""
     values = {option.key: value_at(config, option.path) for option in options()}
     plain = {
         key: [vars(each) if hasattr(each, "__dict__") else each for each in value]
@@ -139,7 +139,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def known_id(run_dir: Path, tracker: str) -> str | None:
-    """Return the id under which a tracker knows the run folder; None if it does not."""
+    """Return the tracker's run id that `remember_id` saved in RUN_DIR; None if there is no valid one."""
     try:
         text = read_bytes(run_dir / ID_FILE.format(tracker), at_most=1024).decode(errors="replace").strip()
     except OSError:
@@ -148,5 +148,5 @@ def known_id(run_dir: Path, tracker: str) -> str | None:
 
 
 def remember_id(run_dir: Path, tracker: str, identity: str) -> None:
-    """Write down the id under which a tracker knows the run folder: a run that resumes goes on under it."""
+    """Save the tracker's run id in RUN_DIR, so that a resumed run continues the same tracker run."""
     replace_file(run_dir / ID_FILE.format(tracker), identity + "\n")
