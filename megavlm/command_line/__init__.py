@@ -1,1 +1,1 @@
-"""What a user types: flags, recipes, and the words of other trainers. All commands end a mistake in one line."""
+"""Parse command lines, recipes and configurations of other trainers. Commands report a user's error in one line."""

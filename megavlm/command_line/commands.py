@@ -1,4 +1,4 @@
-"""What all commands share: a parser, and an end in one line with an exit status for every mistake."""
+"""Helpers of all commands: an argument parser, and one-line error messages with an exit status."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Main = Callable[[Sequence[str]], int]
 
 
 class _Help(argparse.HelpFormatter):
-    """Says the default of each option that has one."""
+    """Help formatter that adds each option's default to its help text."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, argparse.SUPPRESS, (), []) or "efault:" in str(action.help):
@@ -54,14 +54,14 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def count(text: str) -> int:
-    """Return a whole number from 1, as `type` of an option."""
+    """Convert the word of an option to a whole number from 1; for argparse's `type`."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{plain(text)} must be a whole number from 1")
     return int(text)
 
 
 def progress(seconds: float = 2.0) -> Callable[[str], None]:
-    """Return a function that prints a line to stderr, but none within so many seconds of the last."""
+    """Return a function that prints a line to stderr, at most once in `seconds`; it drops the lines between."""
     last = time.monotonic()
 
     def say(line: str) -> None:
@@ -74,7 +74,7 @@ def progress(seconds: float = 2.0) -> Callable[[str], None]:
 
 
 def reported(command: str) -> Callable[[Main], Main]:
-    """Return a decorator of a command's `main(argv)`: for a mistake it prints one line and returns the exit status."""
+    """Return a decorator of `main(argv)` of a command: it prints a UserError in one line and returns the exit status."""
 
     def decorate(main: Main) -> Main:
         @wraps(main)
@@ -91,12 +91,12 @@ def reported(command: str) -> Callable[[Main], Main]:
 
 
 def complaint(command: str, error: UserError, argv: Sequence[str]) -> str:
-    """Return the line that says what is wrong, with the names of the program and of options that were typed."""
+    """Return the line that reports an error, with the program's name and with options as the user typed them."""
     return f"{started_as(command)}: {as_typed(str(error), argv)}"
 
 
 def as_typed(message: str, argv: Sequence[str]) -> str:
-    """Return a message in which each option that was typed by another of its names has that name (`--tp`)."""
+    """Return a message in which each option has the name that the user typed, which may be an alias (`--tp`)."""
     from megavlm.rules.fields import options
 
     typed = {word.partition("=")[0] for word in argv}

@@ -1,4 +1,4 @@
-"""Find the configuration that a command line of a run gives a number of processes. No torch at import."""
+"""Compute the full configuration of a run from its command line and its number of processes. No torch at import."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megavlm.storage.cache import is_here
 
 
 def configured(argv: Sequence[str], *, world: int | None) -> Config:
-    """Return the configuration with which `world` processes would train, or with None that of the model and data,
-    whatever the layout. Raises UserError as a run would.
+    """Return the configuration with which `world` processes would train; with None, plan no layout and check all but
+    the layout. Raises UserError as a run would.
     """
     if world is None:
         config = _sized(argv)
@@ -28,8 +28,8 @@ def configured(argv: Sequence[str], *, world: int | None) -> Config:
 
 
 def to_train(argv: Sequence[str], *, launched: int) -> tuple[Config, int]:
-    """Return the configuration of a run with its weights at hand, and how many of the launched processes train. A dry
-    run needs no weights, and is checked with what it prints. Raises UserError.
+    """Return the configuration of a run, with its weights downloaded, and how many of the launched processes train. A
+    dry run downloads no weights, and is checked when it prints its plan. Raises UserError.
     """
     config = _sized(argv)
     config, world = _laid_out(with_model(config, weights=not config.run.dry_run), launched)
@@ -51,8 +51,8 @@ def _laid_out(config: Config, launched: int) -> tuple[Config, int]:
 def with_model(config: Config, *, weights: bool = True) -> Config:
     """Return the configuration with the model of its Hugging Face folders, if it names any.
 
-    Without `weights`, for who trains nothing, sizes are enough: those of config.json, or of --published-model where
-    the folders are not on this machine. Raises UserError.
+    Without `weights`, for commands that do not train, the model's sizes are enough: those of config.json, or of
+    --published-model if the folders are not on this machine. Raises UserError.
     """
     places = starts_from(config)
     if not places:
@@ -72,7 +72,7 @@ def with_model(config: Config, *, weights: bool = True) -> Config:
 
 
 def with_plan(config: Config, *, world: int) -> Config:
-    """Return the configuration with the planner's layout if `--plan auto`; all ranks compute the same."""
+    """Return the configuration with the planner's layout if `--plan auto`; all ranks compute the same layout."""
     if config.placement.plan != "auto":
         return config
     from megavlm.planner.auto import planned

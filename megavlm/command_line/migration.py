@@ -1,7 +1,7 @@
 """Convert the configuration of another trainer to ours, by the tables of `migration_tables.py`, and back.
 
-JSON, YAML and the options of a command in a shell script are read. Nothing is executed: a variable of a script that is
-assigned once, or has a default, is replaced by its text; what else only a shell knows stays as it is written.
+The input is JSON, YAML, or a shell script with the options of a command. Nothing is executed: a variable of a script
+that is assigned once, or has a default, is replaced by its text; all other shell expressions are kept unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STATUSES = TAKEN, CHANGED, UNKNOWN = "taken", "changed", "unknown"
 KINDS = tuple(kind for kind, each in kinds().items() if not each.otherwise)  # of files that are converted
 _LARGEST, _LARGEST_SCRIPT = 2**19, 2**16  # bytes of a file; of a script, as it is and with its variables replaced
 _DEEPEST = 4  # variables within variables
-_ENVIRONMENT = ("MAX_PIXELS", "MIN_PIXELS", "NPROC_PER_NODE", "NNODES")  # what ms-swift reads of it
+_ENVIRONMENT = ("MAX_PIXELS", "MIN_PIXELS", "NPROC_PER_NODE", "NNODES")  # environment variables of ms-swift
 _COMMENT, _QUOTED_LIST = re.compile(r"(?m)(^|\s)#.*$"), re.compile(r'"(\$\{\w+\[@\]\})"')
 _COMPUTED = re.compile(r"\$\(+[^()]*\)+|`[^`]*`")
 _VALUE = r"""\([^()"']*(?:(?:"[^"]*"|'[^']*')[^()"']*)*\)|"[^"]*"|'[^']*'|[^\s;|&()]*"""
@@ -46,7 +46,9 @@ _FLAG = re.compile(r"(?s)--?([A-Za-z][\w-]*|\$\w+)(?:=(.*))?")
 
 @dataclass(frozen=True)
 class Line:
-    """What became of a key: it sets `ours`, and `note` says what differs, or why there is no counterpart."""
+    """Conversion of a key of a file: `ours` are the values that it sets here; `note` explains differences, or why there
+    is no counterpart.
+    """
 
     key: str
     value: Any
@@ -67,14 +69,14 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Migration:
-    """What files become here.
+    """Result of the conversion of files to our configuration.
 
     Args:
-        kinds: what each file is called.
-        lines: what became of each key.
-        remarks: what differs, whatever the files say.
-        values: the configuration, by key.
-        waiting: values by key that need data sets, which only the user can name.
+        kinds: name of each file's kind.
+        lines: conversion of each key.
+        remarks: differences between the trainers that do not depend on the files.
+        values: values of our options, by key.
+        waiting: values by key that have no effect until the user names data sets.
     """
 
     kinds: list[str]
@@ -84,7 +86,7 @@ class Migration:
     waiting: Values
 
     def check(self) -> None:
-        """Raise UserError for what a run would refuse, in a layout only where files have the model's shape."""
+        """Raise UserError if a run would refuse the values; the layout is checked only if the model's shape is known."""
         config, known = _config(self.values), any(key.startswith("model.language.") for key in self.values)
         ranks = replica_size(config)
         world = max(1, (config.run.world_size or 1) // ranks)
@@ -98,9 +100,9 @@ class Migration:
 
 
 def migrated(files: Sequence[Path], *, kind: str | None = None, world: int | None = None) -> Migration:
-    """Return what files that belong together become on so many processes; by default, those that the files say.
+    """Convert the files of one configuration, for `world` processes (default: the number in the files).
 
-    Raises UserError for a file that cannot be read, or is of no known kind and `kind` does not say which.
+    Raises UserError for a file that cannot be read, or that without `kind` is of no known kind.
     """
     found = [(data, kinds()[kind or _told(data, file)]) for file in files for data in (_read(file),)]
     lines, values, waiting = _settled(list(_translated(found, world)))
@@ -109,8 +111,8 @@ def migrated(files: Sequence[Path], *, kind: str | None = None, world: int | Non
 
 
 def sent_back(file: Path, to: str) -> tuple[list[Line], dict[str, Any], str]:
-    """Return what a file of ours says in the words of another trainer: what became of each key, the content of its
-    file, and the name of that.
+    """Convert a file of ours to the trainer `to`: return the conversion of each key, the content of the trainer's file,
+    and the name of that file.
     """
     said, kind = parse(["--config", str(file)]), kinds()[f"to-{to}"]
     values = {option.key: as_data(value_at(said, option.path)) for option in options()}
@@ -121,7 +123,7 @@ def sent_back(file: Path, to: str) -> tuple[list[Line], dict[str, Any], str]:
 
 
 def _told(data: Mapping[str, Any], file: Path) -> str:
-    """Return the kind of a file, told by the names in it. Raises UserError if it has none."""
+    """Return the kind of a file by the option names in it. Raises UserError if no kind matches."""
     names = {normalised(name) for name in data}
     hits = {kind: len(names.intersection(each.marks)) for kind, each in kinds().items()}
     best = max(hits, key=lambda kind: hits[kind])
@@ -132,7 +134,7 @@ def _told(data: Mapping[str, Any], file: Path) -> str:
 
 
 def _translated(found: Sequence[tuple[Mapping[str, Any], Kind]], world: int | None) -> Iterator[Line]:
-    """Yield what each key of the files is here, each file's after the defaults there that differ."""
+    """Yield the conversion of each key of the files; a file's keys follow its trainer's defaults that differ here."""
     given = {normalised(name): value for data, _ in found for name, value in data.items() if value is not None}
     given["processes"] = world or tables.processes(given) or tables.fewest_processes(given)
     found_keys: set[str] = set()
@@ -151,7 +153,7 @@ def _translated(found: Sequence[tuple[Mapping[str, Any], Kind]], world: int | No
 
 
 def line_of(kind: Kind, key: str, value: Any, given: Given, *, default: bool = False) -> Line:
-    """Return what a key of a file is here, or for a kind with `otherwise`, what one of our keys is there."""
+    """Return the conversion of a key of a file; if `kind` has `otherwise`, of one of our keys to that kind."""
     line = Line(key, value, default=default)
     if value is None:
         return line
@@ -173,7 +175,7 @@ def line_of(kind: Kind, key: str, value: Any, given: Given, *, default: bool = F
 
 
 def _general(kind: Kind, name: str) -> Row:
-    """Return the row of a name that no table has: our option of that name, or what `rules/elsewhere.toml` says."""
+    """Return a row for a name that is in no table, from our option of that name or from `rules/elsewhere.toml`."""
     by_flag = {flag: option.key for option in options() for flag in (*option.flags, option.spelled)}
     if f"--{name}" in by_flag:
         return Row(by_flag[f"--{name}"])
@@ -192,7 +194,7 @@ def _general(kind: Kind, name: str) -> Row:
 
 
 def _converted(key: str, value: Any) -> Any:
-    """Return a value as a file of ours has it. Raises UserError for one that the option does not take."""
+    """Return a value in the form of our files. Raises UserError if the option does not accept the value."""
     option = next(option for option in options() if option.key == key)
     kind = option.kind
     value = [value] if kind.many and not isinstance(value, list) else value
@@ -207,8 +209,8 @@ def _converted(key: str, value: Any) -> Any:
 
 
 def _settled(lines: Sequence[Line]) -> tuple[list[Line], dict[str, Any], dict[str, Any]]:
-    """Return the lines and the values once those that do not go together, or have no effect, are changed or left out,
-    and options that have an effect only beside data sets, which only the user can name.
+    """Resolve conflicts and drop options without effect. Return the final lines, the values, and the values of options
+    that have an effect only with data sets, which only the user can name.
     """
     values, waiting, notes = _values(lines), dict[str, Any](), dict[str, str]()
     for conflict in tables.conflicts():
@@ -226,7 +228,7 @@ def _settled(lines: Sequence[Line]) -> tuple[list[Line], dict[str, Any], dict[st
 
 
 def _final(line: Line, values: Values, waiting: Values, notes: Mapping[str, str]) -> Line:
-    """Return a line with the values that hold in the end, and why they are others."""
+    """Return a line with the final values, and a note if they differ from those of the line."""
     if all(key in values and values[key] == value for key, value in line.ours.items()):
         late = "it needs --datasets: it is in the command below" * bool(waiting.keys() & line.ours.keys())
         return replace(line, note=line.note or late)
@@ -240,7 +242,7 @@ def _values(lines: Iterable[Line]) -> dict[str, Any]:
 
 
 def _idle(values: Values, *, beside_data: bool) -> tuple[Option, Needs] | None:
-    """Return an option without an effect, and what it needs, with data sets or as files say; None if all have one."""
+    """Return an option without effect and its unmet need, or None; `beside_data`: assume that data sets are given."""
     config = _config(values)
     if beside_data and not config.data.datasets:
         config = replace(config, data=replace(config.data, datasets=(DatasetConfig(path="data.json"),)))
@@ -249,7 +251,7 @@ def _idle(values: Values, *, beside_data: bool) -> tuple[Option, Needs] | None:
 
 
 def _config(values: Values) -> Config:
-    """Return the configuration; whether given weights have experts is not known here, so that some stand in."""
+    """Return the configuration of these values; 64 experts are assumed if given weights seem to have experts."""
     given = "checkpoint.init_from" in values and any("expert" in key or "moe" in key for key in values)
     return with_values(Config(), values_in(nested({"model.experts.num_experts": 64, **values} if given else values)))
 
@@ -268,9 +270,9 @@ def nested(values: Values) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the values of a file by their names there: of nested ones with dots, of a script without dashes before.
+    """Return the values in a file by name: nested names are joined by dots, flags of a script have no leading dashes.
 
-    Raises UserError in one line.
+    Raises UserError, in one line, if the file cannot be read.
     """
     what = plain(str(path))
     try:
@@ -292,7 +294,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _asks_shell(value: Any) -> bool:
-    """Return whether a value of a script has something that only a shell knows."""
+    """Return whether a value of a script contains a shell expression that was not replaced."""
     words = value if isinstance(value, list) else [value]
     return any(isinstance(word, str) and re.search(r"\$[\w({@*#]|`", word) for word in words)
 
@@ -306,7 +308,7 @@ def _flat(data: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]
 
 
 def _words(text: str, *, what: str) -> list[str]:
-    """Return the words of the command of a script that has the most options."""
+    """Return the words of the command with the most options in a script, after its environment variables."""
     text = _QUOTED_LIST.sub(r"\1", _COMMENT.sub(r"\1", text[: _LARGEST_SCRIPT + 1]).replace("\\\n", " "))
     text = _COMPUTED.sub(lambda found: "`" + re.sub(r"[\s()|;&`]", "", found[0]) + "`", text)
     assigned: dict[str, set[str]] = {}
@@ -320,7 +322,7 @@ def _words(text: str, *, what: str) -> list[str]:
         nonlocal size
         name = found[1] or found[2]
         values = assigned.get(name, set() if found[3] is None else {found[3]})
-        several = f"--${name}" if any("--" in value for value in values) else found[0]  # of branches, one has options
+        several = f"--${name}" if any("--" in value for value in values) else found[0]  # one branch assigns options
         value = next(iter(values)) if len(values) == 1 else several
         size += len(value)
         return value if size <= _LARGEST_SCRIPT else ""
@@ -344,7 +346,7 @@ def _split(line: str) -> list[str]:
 
 
 def _of_command(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a command, and variables before it."""
+    """Yield the (name, value) pairs of a command's environment variables, and then of its options."""
     flags = [(place, found) for place, word in enumerate(words) if (found := _FLAG.fullmatch(word))]
     pairs = (word.partition("=") for word in words)
     yield from ((name, _value([value])) for name, _, value in pairs if name in _ENVIRONMENT)
@@ -354,7 +356,7 @@ def _of_command(words: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _value(words: list[str]) -> Any:
-    """Return the value of the words after a flag: true, a number, a text, what JSON says, or a list."""
+    """Return the value of the words after a flag: True without words, a JSON value, a text, or a list of several."""
     values = []
     for word in words:
         try:

@@ -1,4 +1,4 @@
-"""The tables of `migration.toml`, the conversions that they name, and what cannot go together here."""
+"""The tables of `migration.toml`, their conversion functions, and conflicts between our options."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from math import ceil, log2, prod
 from pathlib import Path
 from typing import Any
 
-Given = Mapping[str, Any]  # the values of files by name, with the defaults there; "processes": their number
-Values = Mapping[str, Any]  # values here, by key
+Given = Mapping[str, Any]  # values of the other trainer by name, with its defaults; "processes": number of processes
+Values = Mapping[str, Any]  # values of our options, by key
 
 
 class NoCounterpart(ValueError):
-    """Says why nothing here does what an option does elsewhere, and what to do instead."""
+    """An option of another trainer has no counterpart here; the message says why, and what to do instead."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What an option elsewhere is here, as `migration.toml` explains."""
+    """Conversion of an option of another trainer; `migration.toml` explains the fields."""
 
     to: str = ""
     by: str = ""
@@ -31,7 +31,9 @@ class Row:
     differs: str = ""
 
     def values(self, value: Any, given: Given) -> Values:
-        """Return what the option sets here, of all that is given elsewhere. Raises NoCounterpart."""
+        """Return the values that the option sets here; `given` are all values of the other trainer. Raises
+        NoCounterpart.
+        """
         if self.refuse and value not in (False, 0, "none", ""):
             raise NoCounterpart(self.refuse)
         value = CONVERSIONS[self.by](value, given) if self.by else value
@@ -46,8 +48,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: its name, names that tell it from others, its rows by name, what holds there and not here where
-    a name is left out, what differs whatever it says, and why names without a row have no counterpart (empty: look).
+    """A kind of file: its `name`, `marks` (option names by which it is recognised), `rows` by option name, `defaults`
+    of its trainer that differ from ours, `remarks` on differences that do not depend on a file, and `otherwise`: why
+    names without a row have no counterpart (empty: look the name up in `rules/elsewhere.toml`).
     """
 
     name: str
@@ -58,7 +61,7 @@ class Kind:
     otherwise: str
 
     def with_defaults(self, given: Given) -> dict[str, Any]:
-        """Return what is given, and after it the defaults."""
+        """Return the given values, and after them the trainer's defaults for names that are not given."""
         found = dict(given)
         for group in self.defaults:
             name, _, value = group.get("if", "").partition("=")
@@ -72,7 +75,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Values here that do not go together, as `migration.toml` explains."""
+    """Values of our options that conflict; `migration.toml` explains the fields."""
 
     key: str
     why: str
@@ -80,7 +83,7 @@ class Conflict:
     becomes: Any = None
 
     def holds(self, values: Values) -> bool:
-        """Return whether values have it."""
+        """Return whether the values have this conflict."""
         said = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
         beside = (any(each in some for each in said.get(key, [""])) for key, some in self.beside.items())
         return self.key in values and all(beside)
@@ -93,16 +96,16 @@ def _data() -> dict[str, Any]:
 
 @cache
 def conflicts() -> tuple[Conflict, ...]:
-    """Return what cannot go together here."""
+    """Return the conflicts between values of our options."""
     return tuple(Conflict(**each) for each in _data()["conflicts"])
 
 
 @cache
 def kinds() -> Mapping[str, Kind]:
-    """Return the kinds of files that are known."""
+    """Return the known kinds of files by their keys in `migration.toml`."""
     found = {}
     for kind, each in _data()["kinds"].items():
-        # Of a name in two tables, the row of the first holds.
+        # If a name is in two tables, the row of the first table counts.
         tables = [_data()["rows"][table] for table in reversed(each["rows"])]
         pairs = [(name, row) for table in tables for names, row in table.items() for name in names.split()]
         rows = {normalised(name): Row(**row) for name, row in pairs}
@@ -114,7 +117,7 @@ def kinds() -> Mapping[str, Kind]:
 
 
 def normalised(name: str) -> str:
-    """Return a name as the tables have it."""
+    """Return an option name as spelled in the tables: in lower case, with hyphens, and without aliases."""
     name = name.lower().replace("_", "-")
     for pattern, replacement in _data()["aliases"].items():
         name = re.sub(pattern, replacement, name)
@@ -122,7 +125,7 @@ def normalised(name: str) -> str:
 
 
 def _number(given: Given, names: str, otherwise: int = 1) -> int:
-    """Return the first of several values that is a number from 1."""
+    """Return the first of the named values that is a whole number from 1, or `otherwise`."""
     found = (given.get(name) for name in names.split())
     return next((each for each in found if type(each) is int and each > 0), otherwise)
 
@@ -134,25 +137,25 @@ def _replica(given: Given) -> int:
 
 
 def processes(given: Given) -> int:
-    """Return the number of processes that files say; 0 if they do not."""
+    """Return the number of processes in the files; 0 if the files do not set it."""
     machine = _number(given, "nproc-per-node", 0) * _number(given, "nnodes num-nodes")
     return _number(given, "num-processes", machine)
 
 
 def fewest_processes(given: Given) -> int:
-    """Return the fewest processes that have the layout of files."""
+    """Return the fewest processes on which the layout of the files can run."""
     groups = "zero-optimization.zero-hpz-partition-size zero-optimization.mics-shard-size expert-model-parallel-size"
     return _replica(given) * _number(given, groups)
 
 
 def samples_at_a_time(given: Given) -> int:
-    """Return the samples of a step without accumulation: a micro-batch on each process with other samples."""
+    """Return the samples of a step without gradient accumulation: one micro-batch per model replica."""
     micro = _number(given, "per-device-train-batch-size train-micro-batch-size-per-gpu micro-batch-size")
     return micro * max(1, given["processes"] // _replica(given))
 
 
 def _stage_of_name(value: Any, given: Given) -> Values:
-    """Return what the name of a DeepSpeed configuration says: zero2, ds_z3_offload_config.json."""
+    """Return sharding and offloading by the name of a DeepSpeed configuration: zero2, ds_z3_offload_config.json."""
     word = Path(str(value)).stem
     stage = re.search(r"(?:^|[_-])z(?:ero)?(?:_?stage)?_?([0-3])", word)
     if stage is None:
@@ -163,7 +166,7 @@ def _stage_of_name(value: Any, given: Given) -> Values:
 
 
 def _offload(value: Any, given: Given) -> list[str] | None:
-    """Return the `--offload` that DeepSpeed's `offload_optimizer` and `offload_param` mean; None without them."""
+    """Return the values of `--offload` for DeepSpeed's `offload_optimizer` and `offload_param`; None without them."""
     optimizer, param = (given.get(f"zero-optimization.offload-{what}.device") for what in ("optimizer", "param"))
     folder = given.get("zero-optimization.offload-optimizer.nvme-path")
     first = f"optimizer=nvme:{folder}" if optimizer == "nvme" and folder else "optimizer"
@@ -172,7 +175,7 @@ def _offload(value: Any, given: Given) -> list[str] | None:
 
 
 def _frozen(value: Any, given: Given) -> list[str]:
-    """Return the parts that are frozen, as all options say together."""
+    """Return the parts that the options of another trainer freeze."""
     names = {
         "vision": "freeze-vit freeze-vision-tower",
         "projector": "freeze-aligner freeze-multi-modal-projector",
@@ -186,7 +189,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _targets(value: Any, given: Given) -> list[str] | None:
-    """Return the layers with adapters, which are in parts that are not frozen."""
+    """Return the values of `--lora-targets`: linear layers of the parts that are not frozen; None without LoRA."""
     parts = [part for part in ("language", "vision") if part not in _frozen(None, given)]
     if given.get("tuner-type") != "lora" or {"all", "all-linear"} & {*_names(value)}:
         return parts if given.get("tuner-type") == "lora" else None
@@ -194,7 +197,7 @@ def _targets(value: Any, given: Given) -> list[str] | None:
 
 
 def _files(value: Any, given: Given) -> list[dict[str, str]]:
-    """Return the data sets that are files; names of a registry have no counterpart."""
+    """Return the data sets of a list of files. Raises NoCounterpart for names of a registry."""
     if not all(re.search(r"\.(jsonl?|parquet|csv|tsv|arrow)$", name) for name in _names(value)):
         raise NoCounterpart("a name of a registry: here data sets are files, --datasets PATH,image_root=DIR")
     return [{"path": name} for name in _names(value)]
@@ -211,7 +214,7 @@ def _split(value: Any, given: Given) -> float:
 
 
 def _ffn(value: Any, given: Given) -> int:
-    """Return Megatron-LM's width of an MLP: four times the hidden size, with gates two thirds of that."""
+    """Return Megatron-LM's default width of an MLP: four times the hidden size; with SwiGLU two thirds of that."""
     hidden = _number(given, "hidden-size")
     return hidden * 8 // 3 // 64 * 64 if given.get("swiglu") is True else 4 * hidden
 
@@ -223,7 +226,7 @@ def _in_steps(value: Any, given: Given) -> int:
 
 
 def _offload_to_deepspeed(value: Any, given: Given) -> Values:
-    """Return the options of DeepSpeed for what is offloaded here."""
+    """Return DeepSpeed's options for the values of our `--offload`."""
     found: dict[str, Any] = {}
     for what, _, place in (word.partition("=nvme:") for word in value):
         if what == "activations":
@@ -234,7 +237,7 @@ def _offload_to_deepspeed(value: Any, given: Given) -> Values:
 
 
 def _betas_of(rule: str, first: str) -> Callable[[Any, Given], Any]:
-    """Return a conversion of the second of our two options of a rule to its list there."""
+    """Return a conversion of our second beta of an update rule to the other trainer's list of both betas."""
     return lambda value, given: [given[first], value] if given["optimizer.kind"] == rule else None
 
 

@@ -1,7 +1,7 @@
-"""The command line: flags of most options, `--set` for all; both override a recipe or a YAML file.
+"""Parse the command line of a run: flags for most options, `--set` for all; both override a recipe or a YAML file.
 
-argparse splits the command line into flags and words. `Kind.from_words` converts the words, so that every mistake is
-a UserError of one line, which the entry point prints once. (tyro prints boxed messages once per rank instead.)
+argparse splits the command line into flags and words. `Kind.from_words` converts the words, so that every error is a
+UserError of one line, which the entry point prints once. (tyro prints boxed messages once per rank instead.)
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     """Return the configuration that a command line describes.
 
     Flags and `--set` override a recipe or a YAML file, which overrides the defaults; the last value of an option wins,
-    except that `--datasets` add up. A recipe's schedules are scaled to the flags. Options of a recipe that have no
-    effect return to their defaults, and so do those of a file that have none only for the flags. Raises UserError for
-    every mistake. `--help` and the like, and `--print-config`, print and exit with status 0.
+    except that `--datasets` add up. A recipe's schedules are scaled to `--train-iters`. A recipe's options without
+    effect are reset to their defaults, and so are those of a file that lose their effect by the flags. Raises UserError
+    for every error. `--help`, `--help-all`, `--help-keys` and `--print-config` print and exit with status 0.
 
-    `complete` returns a configuration with the model of its Hugging Face folder, as `--print-config` prints it. A
-    program that gives it trains with all of the configuration, so a flag without effect is refused even at its default.
+    `complete` returns a configuration with the model of its Hugging Face folder, for `--print-config`. A caller that
+    passes it uses the whole configuration, so a flag without effect is refused even at its default.
     """
     extensions = (*_of_file(argv), *split_words("--extension", argv)[0])  # first: they decide which flags there are
     load_extensions(extensions)
@@ -65,18 +65,18 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
 
         print(to_yaml(complete(config) if complete else config), end="")
         raise SystemExit(0)
-    # A flag that comes again, with its default, takes back what an earlier one asked for: scripts end with "$@".
+    # A repeated flag may reset an earlier one to its default: scripts end with "$@".
     words = Counter(word.partition("=")[0] for word in argv)
     names = {option.path: (option.key, *option.flags, *option.negations) for option in options()}
     typed = {path for path, spellings in names.items() if sum(words[each] for each in spellings) == 1}
-    # A model may give an option its effect; it is read only if there is something to ask.
+    # Some options have an effect only with certain models; the model is read only if an option seems to have none.
     asks = any(True for _ in idle(config, typed=typed))
     if complete and asks and (complaint := next(options_have_an_effect(complete(config), typed=typed), None)):
         raise UserError(complaint)
     return config
 
 
-# Options that say the same in two ways: a flag of one takes the place of the other in a recipe or file.
+# Pairs of options that set the same length: a flag for one replaces the other in a recipe or file.
 _EITHER_OR = (
     (("train", "epochs"), ("train", "train_iters")),
     (("optimizer", "lr_warmup_fraction"), ("optimizer", "lr_warmup_iters")),
@@ -84,7 +84,7 @@ _EITHER_OR = (
 
 
 def _without_others(values: dict[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
-    """Return the values of flags, with the default for the other option of each pair of which one is given."""
+    """Return the values of flags; if one option of a pair in `_EITHER_OR` is set, also the other's default."""
     defaults = {option.path: option.default for option in options()}
     pairs = [pair for either in _EITHER_OR for pair in (either, either[::-1])]
     return {other: defaults[other] for one, other in pairs if values.get(one) is not None} | values
@@ -100,7 +100,7 @@ def _of_file(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def _with_sizes(config: Config, values: Mapping[tuple[str, ...], Any]) -> Config:
-    """Return the configuration with these values, of which the name of a published model brings its sizes."""
+    """Return the configuration with these values; the name of a published model also sets the model's sizes."""
     if config.model.published is None and ("model", "published") not in values:
         return with_values(config, values)
     from megavlm.families import with_published  # and all families, of which few command lines need one
@@ -115,7 +115,9 @@ def _in_file(path: str) -> dict[tuple[str, ...], Any]:
 
 
 class _Help(argparse.Action):
-    """Prints the common options (`--help`), all with flags (`--help-all`) or the others (`--help-keys`), and exits."""
+    """Prints the common options (`--help`), all flags (`--help-all`) or options without flags (`--help-keys`), and
+    exits.
+    """
 
     def __call__(self, *_: Any) -> NoReturn:
         if self.const == "keys":
@@ -126,7 +128,7 @@ class _Help(argparse.Action):
 
 
 class _Set(argparse.Action):
-    """Stores the value of each `SECTION.KEY=VALUE` under the option's key, as its flag does."""
+    """Stores the value of each `SECTION.KEY=VALUE` under the option's key, as the option's flag would."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -168,7 +170,7 @@ class _StoreOnce(argparse.Action):
 
 
 def _parser(*, all_options: bool) -> argparse.ArgumentParser:
-    """Return the parser of all options, by section, or of the common ones, by task (for `--help` alone)."""
+    """Return the parser of all options, grouped by section, or of the common ones, grouped by task (for `--help`)."""
     parser = Parser(
         usage="%(prog)s [--recipe NAME | --config FILE.yaml] [--FLAG VALUE ...]",
         description="Train a vision-language model. Flags override the recipe or file, which overrides the defaults; "
@@ -207,8 +209,8 @@ def _parser(*, all_options: bool) -> argparse.ArgumentParser:
 
 
 def _add(group: Any, option: Option, *, briefly: bool = False) -> None:
-    """Add an option's flags to a group of the parser, or for `--help` the shortest of them; flags that are not given
-    leave no value in the namespace.
+    """Add an option's flags to a group of the parser, or if `briefly` only its shortest flag, for `--help`. Flags that
+    the user does not give leave no value in the namespace.
     """
     flags, negations, kind = option.flags, option.negations, option.kind
     if briefly:
@@ -242,13 +244,13 @@ class Formatter(argparse.HelpFormatter):
 
 
 def metavar(kind: Kind) -> str:
-    """Return what stands for a value: {fp32,bf16}|none, N, PATH[,KEY=VALUE…]."""
+    """Return the placeholder of a value in help texts: {fp32,bf16}|none, N, PATH[,KEY=VALUE…]."""
     what = f"{{{','.join(kind.choices)}}}" if kind.choices else _METAVARS.get(kind.scalar, "PATH[,KEY=VALUE…]")
     return f"{what}|none" if kind.optional else what
 
 
 def described(option: Option, *, on: str = "on", off: str = "off") -> str:
-    """Return the sentence of an option with its default as a user would type it, unless it explains a missing one."""
+    """Return an option's help text with its default as a user would type it, unless the text explains the default."""
     value = option.default
     if value in (None, ()) and "default:" in option.help.lower():
         return option.help
@@ -262,7 +264,7 @@ def described(option: Option, *, on: str = "on", off: str = "off") -> str:
 
 
 def key_table() -> str:
-    """Return lines with the keys of all options that have no flag, by section."""
+    """Return the text of `--help-keys`: the keys of all options without a flag, by section."""
     return "\n".join(_lines_of_keys(shutil.get_terminal_size().columns - 2))
 
 

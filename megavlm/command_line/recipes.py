@@ -30,10 +30,10 @@ from megavlm.errors import UserError
 
 
 def demo() -> Config:
-    """Return a VLM with 0.4 million parameters for images of one to four digits.
+    """Return the configuration of a VLM with 0.4 million parameters for images of one to four digits.
 
     A patch is as large as a cell of the image, so that each digit is one vision token and the language model reads 4
-    image tokens: with many more, most of the run passes before it learns their order. Narrow layers need a larger
+    image tokens: with many more, learning their order would take most of the run. Narrow layers need a larger
     initial standard deviation than 0.02 (1/√96 is 0.1), and with normalised queries and keys the loss falls sooner.
     """
     return Config(
@@ -73,9 +73,9 @@ def demo() -> Config:
 
 
 def demo_moe() -> Config:
-    """Return the demo with a mixture of experts: 8 of half the width, of which each token takes 2.
+    """Return the demo with a mixture of experts: 8 experts of half the MLP's width, 2 per token.
 
-    A token's matrix products are as large as in the dense demo, but for the router.
+    Per token, matrix products have the FLOPs of the dense demo, plus the router's.
     """
     dense = demo()
     width = dense.model.language.ffn_hidden_size
@@ -89,7 +89,7 @@ def demo_moe() -> Config:
 
 
 def demo_embed() -> Config:
-    """Return the demo's model as one that embeds: it finds the canvas for a text, and the text for a canvas."""
+    """Return the demo with contrastive embeddings: it retrieves the image for a text and the text for an image."""
     answers = demo()
     return replace(
         answers,
@@ -105,9 +105,9 @@ RECIPES: dict[str, Callable[[], Config]] = {"demo": demo, "demo-embed": demo_emb
 
 
 def recipe(name: str, *, train_iters: int | None = None) -> Config:
-    """Return the configuration of a recipe, of another length if that is given.
+    """Return the configuration of a recipe, with `train_iters` in place of its own length if given.
 
-    Warm-up and decay then keep their fraction of the run, rounded down. Raises UserError, with a suggestion, for an
+    Warm-up and decay are then scaled to the new length, rounded down. Raises UserError, with a suggestion, for an
     unknown name.
     """
     if name not in RECIPES:

@@ -1,4 +1,4 @@
-"""Answer words of a command line that are no options, or are wrong for one, with what was meant."""
+"""Error messages with suggestions for unknown options and wrong values on a command line, and the values of `--set`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megavlm.rules import elsewhere
 from megavlm.rules.fields import options
 
 SET = "--set"
-# Flags that are no field of the configuration.
+# Flags that are not fields of the configuration.
 RUN_FLAGS = ("--help", "--help-all", "--help-keys", "--recipe", "--config", "--print-config", SET)
 
 
 def wrong_values(error: argparse.ArgumentError) -> str:
-    """Return the message for a flag with too few or too many values."""
+    """Return the error message for a flag with too few or too many values."""
     names = (error.argument_name or "").split("/")
     for option in options():
         if option.flag in names and option.kind.scalar is bool:
@@ -29,7 +29,7 @@ def wrong_values(error: argparse.ArgumentError) -> str:
 
 
 def unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
-    """Return the message for words that belong to no flag."""
+    """Return the error message for words that belong to no known flag."""
     flags = [word for word in rest if word[:1] in DASHES and word.lstrip(DASHES)[:1].isalpha()]
     if not flags:
         if rest[0].endswith((".yaml", ".yml")):
@@ -57,7 +57,7 @@ def unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
 
 
 def _as_typed(text: str) -> str:
-    """Return an option that a hint names as it would be typed: one without a flag by `--set`."""
+    """Return a hint's option as a user would type it: `--set KEY=VALUE` for an option without a flag."""
     head, comma, note = text.partition(",")
     if key := keys_by_flag().get(head):
         return f"{SET} {key}=VALUE"
@@ -65,7 +65,7 @@ def _as_typed(text: str) -> str:
 
 
 def assigned(word: str) -> Mapping[tuple[str, ...], Any]:
-    """Return the values by path that a word after `--set` assigns. Raises UserError for every mistake in it."""
+    """Return the values, by path, that a word after `--set` assigns. Raises UserError if the word is invalid."""
     from megavlm.rules.load import data_of, values_in  # they import YAML, which most command lines do not need
 
     key, equals, text = word.partition("=")
@@ -86,7 +86,7 @@ def assigned(word: str) -> Mapping[tuple[str, ...], Any]:
 
 
 def keys_by_flag() -> dict[str, str]:
-    """Return the keys of options without a flag by the flags that would follow from their paths."""
+    """Map flags that do not exist to keys: for options without a flag, the flag that their path would give."""
     keys = [option for option in options() if not option.flag]
     negated = {f"--no-{option.spelled[2:]}": option.key for option in keys if option.kind.scalar is bool}
     return {option.spelled: option.key for option in keys} | negated
