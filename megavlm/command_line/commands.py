@@ -74,7 +74,7 @@ def progress(seconds: float = 2.0) -> Callable[[str], None]:
 
 
 def reported(command: str) -> Callable[[Main], Main]:
-    """Return a decorator of `main(argv)` of a command: it prints a UserError in one line and returns the exit status."""
+    """Return a decorator of a command's `main(argv)`: it prints a UserError in one line and returns the exit status."""
 
     def decorate(main: Main) -> Main:
         @wraps(main)

@@ -86,7 +86,7 @@ class Migration:
     waiting: Values
 
     def check(self) -> None:
-        """Raise UserError if a run would refuse the values; the layout is checked only if the model's shape is known."""
+        """Raise UserError if a run would refuse the values; the layout is checked only if the model shape is known."""
         config, known = _config(self.values), any(key.startswith("model.language.") for key in self.values)
         ranks = replica_size(config)
         world = max(1, (config.run.world_size or 1) // ranks)
