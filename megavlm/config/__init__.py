@@ -1,1 +1,1 @@
-"""The configuration: every option is declared here, with what follows from it alone."""
+"""The configuration: declarations of all options, and facts that follow from them."""

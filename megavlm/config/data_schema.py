@@ -1,4 +1,4 @@
-"""Options of the data that a run trains on. Part of the schema (`schema.py`)."""
+"""Options of training and validation data. Part of the schema (`schema.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts about a run that follow from several options: what is sharded, what overlaps, and what computes in FP8."""
+"""Facts about a run that follow from several options: sharding, overlap, FP8, and sizes of the model's features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megavlm.config.schema import Config, LanguageConfig, ModelConfig, VisionCon
 from megavlm.storage import is_url
 from megavlm.storage.hub import repository
 
-_COPY_MINUTES = 60.0  # 150 GB at 40 MB/s
+_COPY_MINUTES = 60.0  # to copy a model of 150 GB at 40 MB/s
 Offloaded = Literal["optimizer", "activations", "parameters"]
 Precision = str  # of a layer's linear layers: "high" (that of --precision) or "fp8"
 
@@ -42,31 +42,31 @@ def expert_tensor_parallel(config: Config) -> int:
 
 
 def shards_gradients(config: Config) -> bool:
-    """Return whether gradients are sharded (ZeRO-2 and 3, torch's fully_shard); megatron-core does stages 0 and 1."""
+    """Return whether gradients are sharded (ZeRO-2 and 3, by torch's fully_shard; stages 0 and 1 use megatron-core)."""
     return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")
 
 
 def offloaded(config: Config) -> tuple[Offloaded, ...]:
-    """Return what `--offload` keeps off the device, wherever it keeps it."""
+    """Return the kinds of tensors that `--offload` keeps in host memory or on a disk."""
     words = {word.partition("=")[0] for word in config.execution.offload}
     return tuple(kind for kind in get_args(Offloaded) if kind in words)
 
 
-MOST_QUEUES = 32  # that CUDA can make
+MOST_QUEUES = 32  # CUDA's maximum number of hardware queues
 
 
 def moments_folder(config: Config) -> Path | None:
-    """Return the folder of `--offload optimizer=nvme:DIR`; None where moments are in memory."""
+    """Return the folder of `--offload optimizer=nvme:DIR`; None if optimizer state is in memory."""
     folders = (word.partition("=nvme:")[2] for word in config.execution.offload)
     return next((Path(folder) for folder in folders if folder), None)
 
 
 def device_queues(config: Config) -> int | None:
-    """Return in how many queues a GPU's kernels should wait for their start; None: as many as CUDA makes by itself.
+    """Return the number of hardware queues for a GPU's kernels (CUDA_DEVICE_MAX_CONNECTIONS); None: CUDA's default.
 
-    In one queue they start in the order of their launch, and on GPUs before Blackwell tensor-parallel communication
-    together with the matrix products that it overlaps. FSDP2's transfers and --encode-ahead need the opposite: their
-    kernels must be able to start before earlier launches of any other stream.
+    In one queue, kernels start in the order of their launch; on GPUs before Blackwell, tensor-parallel communication
+    then starts together with the matrix products that it overlaps. FSDP2's transfers and --encode-ahead need the
+    opposite: their kernels must be able to start before earlier launches of other streams.
     """
     if shards_gradients(config) or config.placement.encode_ahead:
         return MOST_QUEUES
@@ -74,7 +74,7 @@ def device_queues(config: Config) -> int | None:
 
 
 def starts_from(config: Config) -> dict[str, str]:
-    """Return the folders, URLs and names of models or parts that a run starts from, by option."""
+    """Return the folders, URLs and hub names of initial weights, by the option that names them."""
     given = config.checkpoint
     places = {
         "--init-from": given.init_from,
@@ -86,9 +86,9 @@ def starts_from(config: Config) -> dict[str, str]:
 
 
 def minutes_to_meet(config: Config) -> float:
-    """Return how long ranks wait for one another at the start.
+    """Return the minutes that ranks wait for one another at the start.
 
-    By then each node has copied a model of a store or of the hub, which takes minutes where it has no copy yet.
+    Before they meet, each node copies a model from a store or the hub, which takes minutes without a local copy.
     """
     timeout = config.parallel.distributed_timeout_minutes
     copied = any(is_url(place) or repository(place, "") for place in starts_from(config).values())
@@ -129,12 +129,12 @@ def layer_precision(name: str, config: Config) -> Precision:
 
 
 def decoder_layers(language: LanguageConfig) -> int:
-    """Return the number of transformer layers of the language model, with those that predict further tokens."""
+    """Return the number of transformer layers of the language model, including those of multi-token prediction."""
     return language.num_layers + language.mtp_layers
 
 
 def layers_that_run(part: str, config: Config) -> int:
-    """Return the number of layers that run; vision layers after model.vision.feature_layer do not."""
+    """Return the number of a part's layers that run; vision layers after model.vision.feature_layer do not."""
     if part == "language":
         return config.model.language.num_layers
     return config.model.vision.num_layers + 1 + config.model.vision.feature_layer
@@ -151,18 +151,18 @@ def fp8_in(part: str, config: Config) -> bool:
 
 
 def sequence_multiple(part: str, config: Config, *, tp: int) -> int:
-    """Return the multiple to which a part's sequence is padded, for sequence parallelism and FP8."""
+    """Return the multiple to which a part's sequence length is padded, for sequence parallelism and FP8."""
     shards = tp if sequence_parallel(config) else 1
     return shards * fp8_multiple(config.precision.fp8_recipe) if fp8_in(part, config) else shards
 
 
 def masks_attention(language: LanguageConfig) -> bool:
-    """Return whether some layers attend by masks: in sliding windows, or as all layers do."""
+    """Return whether some layers need attention masks: for sliding windows, or because all layers need masks."""
     return language.window_size is not None or masks_all_layers(language)
 
 
 def masks_all_layers(language: LanguageConfig) -> bool:
-    """Return whether all layers attend by masks: both ways inside an image or a prefix, or with bounded scores."""
+    """Return whether all layers need attention masks: for bidirectional images or prefixes, or soft-capped scores."""
     return language.bidirectional_images or language.bidirectional_prefix or language.attention_softcap is not None
 
 
@@ -172,12 +172,12 @@ def attends_in_window(language: LanguageConfig, layer: int) -> bool:
 
 
 def norms_of_layer(language: LanguageConfig) -> int:
-    """Return the number of norms of hidden states in a language layer, of inputs and of outputs."""
+    """Return the number of norms of hidden states in a language layer, both input norms and output norms."""
     return (2 - language.parallel_block) * language.input_norms + 2 * language.post_norms
 
 
 def has_norms_apart(language: LanguageConfig) -> bool:
-    """Return whether a language layer's linear layers have no norm inside: none, one for two of them, or LayerNorm."""
+    """Return whether norms cannot be fused into linear layers: no input norm, one for both branches, or LayerNorm."""
     return not language.input_norms or language.parallel_block or language.normalization == "LayerNorm"
 
 
@@ -192,35 +192,35 @@ def is_latent(language: LanguageConfig) -> bool:
 
 
 def tower_merge(vision: VisionConfig) -> int:
-    """Return the side of the blocks of patches that the tower itself merges; 1 if it merges none."""
+    """Return the side in patches of the blocks that the vision encoder itself merges; 1 if it merges none."""
     return 1 if vision.merger_layer is None else 2
 
 
 def usual_side(model: ModelConfig) -> int:
-    """Return the side in pixels of a usual image: that of the learned positions, rounded down to whole features."""
+    """Return the side in pixels of a typical image: model.vision.image_size, rounded down to whole features."""
     feature = model.vision.patch_size * model.projector.pixel_shuffle
     return max(model.vision.image_size // feature, 1) * feature
 
 
 def block_side(model: ModelConfig) -> int:
-    """Return the side of the blocks that the projector merges, of patches as the tower's last layer has them."""
+    """Return the side of the blocks that the projector merges, in patches after the vision encoder's own merging."""
     return model.projector.pixel_shuffle // tower_merge(model.vision)
 
 
 def block_channels(model: ModelConfig) -> int:
-    """Return the channels of all patches of a block that the projector merges."""
+    """Return the number of channels of all patches together in a block that the projector merges."""
     return model.vision.hidden_size * block_side(model) ** 2
 
 
 def projector_inputs(model: ModelConfig) -> int:
-    """Return the channels of a merged feature: of a block's patches together, of one patch, or as many as asked for."""
+    """Return the channels of a merged feature: of all patches of a block, `merge_channels`, or those of one patch."""
     if model.projector.merge == "concatenate":
         return block_channels(model)
     return model.projector.merge_channels or model.vision.hidden_size
 
 
 def rotary_channels(language: LanguageConfig) -> int:
-    """Return how many channels of an attention head rotate."""
+    """Return how many channels of an attention head have rotary embedding."""
     if is_latent(language):
         return language.qk_pos_emb_head_dim
     return int(language.kv_channels * language.rotary_percent)

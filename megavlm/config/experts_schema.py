@@ -1,6 +1,6 @@
-"""Options of a mixture of experts: language layers whose MLP is many MLPs, of which each token takes few.
+"""Options of a mixture of experts: language layers with many MLPs, of which a router chooses a few for each token.
 
-Part of the schema (`schema.py`). Those that say how experts are trained have flags, with Megatron's names.
+Part of the schema (`schema.py`). Options of how experts are trained have flags, with Megatron's names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options of how a model is computed: parallelism, placement, execution and precision."""
+"""Options of how a model is computed: parallelism, placement, execution and precision."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Where layers run: the encoder's place, the cuts of the pipeline, or a plan that the planner finds."""
+    """Where layers run: placement of the vision encoder, pipeline cuts, or a layout that the planner finds."""
 
     encoder: Literal["stages", "colocated"] = option(
         "stages",
@@ -222,7 +222,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """How layers are executed: their implementation, what is recomputed or kept in host memory."""
+    """How layers are executed: their implementation, recomputation and offloading."""
 
     transformer_impl: Literal["auto", "te", "torch"] = option(
         "auto",

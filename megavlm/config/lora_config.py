@@ -21,7 +21,7 @@ SHARED_EXPERT, ROUTED_EXPERTS = "shared_experts", "experts"
 def linears_of(config: Config, part: str, number: int) -> tuple[str, ...]:
     """Return the names of the linear layers that can have adapters in layer `number` of "vision" or "language".
 
-    The experts that a router chooses have adapters of two parameters, of which gate and up are one.
+    Routed experts have adapters of two parameters: gate and up together, and down.
     """
     if part == "vision":
         return (*ATTENTION, *(GATED_MLP if config.model.vision.activation == "swiglu" else MLP))
@@ -82,8 +82,8 @@ def adapted_parts(config: Config) -> tuple[str, ...]:
 
 
 def frozen_parts(config: Config) -> tuple[str, ...]:
-    """Return the parts of the model that `--freeze` names; by default, beside adapters, those that have none, apart
-    from a projector that begins with random weights.
+    """Return the parts of the model that `--freeze` names. By default with LoRA: parts without adapters, except a
+    projector with random initial weights.
     """
     if config.model.freeze is not None or not config.lora.rank:
         return config.model.freeze or ()
@@ -92,19 +92,19 @@ def frozen_parts(config: Config) -> tuple[str, ...]:
 
 
 def new_projector(config: Config) -> bool:
-    """Return whether the run makes the projector between parts of other models."""
+    """Return whether the projector between given parts has random initial weights."""
     checkpoint = config.checkpoint
     return bool(checkpoint.vision_from or checkpoint.language_from) and checkpoint.projector_from is None
 
 
 def trained_whole(config: Config) -> tuple[str, ...]:
-    """Return the parts of the model all of whose weights are trained, not adapters alone."""
+    """Return the parts of the model of which all weights are trained, not only adapters."""
     return tuple(part for part in PARTS if part not in (*frozen_parts(config), *adapted_parts(config)))
 
 
 def clipped_parts(config: Config) -> tuple[str, ...]:
-    """Return the parts of the model whose projections of queries and keys `--qk-clip` scales: those that are trained
-    whole, and whose queries and keys have no norm of their own, which would undo it.
+    """Return the parts of the model in which `--qk-clip` scales query and key projections: those that are trained whole
+    and have no norms of queries and keys, which would undo the scaling.
     """
     normalised = {"vision": config.model.vision.qk_norm != "none", "language": config.model.language.qk_norm}
     if not config.optimizer.qk_clip:
@@ -113,7 +113,7 @@ def clipped_parts(config: Config) -> tuple[str, ...]:
 
 
 def beyond_adapters(config: Config) -> str | None:
-    """Return a warning if a run trains more than adapters, which a file of adapters does not hold; else None."""
+    """Return a warning if a run trains weights besides adapters, which a file of adapters cannot hold; else None."""
     whole = trained_whole(config)
     if not adapted_parts(config) or not whole:
         return None
@@ -126,7 +126,7 @@ def beyond_adapters(config: Config) -> str | None:
 
 
 def trains_router(config: Config, number: int) -> bool:
-    """Return whether the router of language layer `number` is trained beside adapters."""
+    """Return whether the router of language layer `number` is trained in addition to adapters."""
     return config.lora.train_router and "language" in adapted_parts(config) and has_experts(config.model, number)
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 # Larger divisors are not listed: no layer is split over more processes.
 _LARGEST = 256
 
-# How similar two spellings of one word are (`difflib`). With less, --deepspeed is taken for --seed.
+# Least similarity of two spellings of one word (`difflib`). With a lower one, --deepspeed is taken for --seed.
 _LIKE = 0.75
 
-# What begins a flag, and what word processors and chats make of it.
+# The hyphen of flags, and dashes by which word processors and chats replace it.
 DASHES = "-–—−"
 
 
@@ -24,7 +24,7 @@ def did_you_mean(
 ) -> str:
     """Return `": did you mean X?"` for the candidates most similar to a word, or an empty string.
 
-    Those `aside` are meant only where no other is as similar. `written` returns a candidate as the message has it.
+    Candidates in `aside` are suggested only if no other is as similar. `written` spells a candidate for the message.
     """
     near = nearest_names(word, candidates, aside=aside)
     return f": did you mean {' or '.join(map(written, near[:3]))}?" if near else ""
@@ -56,7 +56,7 @@ def _bare(word: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: printable, on one line and shortened to about 80 characters."""
+    """Return a value as text for a message: printable, on one line and shortened to about 80 characters."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     if value is None:
@@ -73,7 +73,7 @@ def plain(word: str) -> str:
 
 
 def several(number: int, thing: str) -> str:
-    """Return `1 step`, `2 steps`, `1,000 steps`."""
+    """Return a number with a noun in singular or plural: `1 step`, `2 steps`, `1,000 steps`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
@@ -84,12 +84,12 @@ def nearest(value: int, divisor: int) -> str:
 
 
 def indivisible(option: str, value: int, by: str, divisor: int) -> str:
-    """Return what a message says of a value that has to be a multiple of another option's."""
+    """Return the error message for an option's value that must be a multiple of another option's value."""
     return f"{option} {value} is not divisible by {by} {divisor}: {nearest(value, divisor)}"
 
 
 def no_divisor(option: str, value: int, whole: str, total: int) -> str:
-    """Return what a message says of a value that has to divide a number, as `whole` names it."""
+    """Return the error message for an option's value that must divide `total`; `whole` names the total in words."""
     return f"{option} {value} does not divide {whole}: set it to {divisors(total)}"
 
 
@@ -100,7 +100,7 @@ def divisors(value: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Container[int] = ()) -> list[str]:
-    """Return the lines of a table: columns are as wide as their longest cell, which begin (`left`) or end together."""
+    """Return the lines of a text table. Columns are as wide as their longest cell, right-aligned unless in `left`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -111,7 +111,7 @@ def aligned(rows: Sequence[Sequence[str]], *, left: Container[int] = ()) -> list
 
 
 def described(error: BaseException) -> str:
-    """Return an exception and the line of the user's file that raised it, as one line."""
+    """Return one line with an exception's type, its message, and the line of the user's file that raised it."""
     own = Path(__file__).parents[1]  # of this library: a user looks for a line of theirs
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     frames = [frame for frame in frames if own not in Path(frame.filename).parents]

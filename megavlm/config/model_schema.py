@@ -1,4 +1,4 @@
-"""The options of a model: what it consists of, what of it is trained, and what it minimises."""
+"""Options of a model: its parts, frozen parts and adapters, and the objective."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ANSWERS = Needs(lambda config: config.model.objective.kind in PREFERENCES, "with
 
 
 def _with_objective(*kinds: str) -> Needs:
-    """Return what options of these objectives alone need."""
+    """Return the condition of options that have an effect only with these objectives."""
     remedy = f"use --objective {kinds[0]}"
     return Needs(lambda config: config.model.objective.kind in kinds, "with another objective", remedy)
 
@@ -105,7 +105,7 @@ class ProjectorConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What the last layer computes from hidden states, and the loss that is formed of it."""
+    """The objective: output of the last layer (logits or embeddings), and the loss."""
 
     kind: Literal["next-token", "contrastive", "sigmoid", "dpo", "ipo", "orpo", "simpo", "kto"] = option(
         "next-token",

@@ -1,4 +1,4 @@
-"""The options of what a run checks and tells while it trains: validation, samples, logging, bad numbers."""
+"""Options of monitoring during training: validation, samples, logging, and handling of non-finite numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = Needs(
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """When the loss on validation data is measured, and on how many of them; when the model answers some of them."""
+    """When the validation loss is measured and on how many samples; when the model answers validation samples."""
 
     eval_interval: int = option(
         None,
@@ -96,7 +96,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class NumericsConfig:
-    """What a run does about numbers that are not finite, and about sudden jumps of the gradient norm."""
+    """Handling of non-finite numbers, spikes of the gradient norm, and weights that differ between ranks."""
 
     on_spike: Literal["skip", "rewind", "stop"] = option(
         "skip",

@@ -1,8 +1,8 @@
-"""The update rules of `--optimizer`: what the configuration, the planner and checkpoints know of each. No torch.
+"""Options of the optimizer, and its update rules as the configuration, planner and checkpoints use them. No torch.
 
-An update rule is either elementwise, so that a rank updates whatever parts of parameters it holds, or it treats a
-matrix between hidden states as a whole and leaves all other parameters to an elementwise rule. `optim/rules.py` has the
-computation of each. Where its state is (device, host, disk) and who holds which part of it are no affair of a rule.
+An update rule is either elementwise, so that a rank updates any shard of parameters, or it updates matrices between
+hidden states as a whole and leaves all other parameters to an elementwise rule. `optim/rules.py` computes the updates.
+A rule does not depend on where its state is (device, host, disk) and how ranks shard it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, TRA
 
 @dataclass(frozen=True)
 class MatrixCost:
-    """What an update of whole matrices takes, given the options of a run.
+    """Cost of an update of whole matrices; both functions take the options of a run.
 
     Args:
-        flops: FLOPs for a matrix of so many rows and columns.
-        number_bytes: bytes of a number in it, and of what ranks send for it.
+        flops: FLOPs for a matrix, given its rows and columns.
+        number_bytes: bytes of a number during the update and on links between ranks.
     """
 
     flops: Callable[[Any, int, int], float]
@@ -30,16 +30,16 @@ class MatrixCost:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """An update rule.
+    """An update rule of `--optimizer`.
 
     Args:
-        name: what `--optimizer` calls it.
-        options: a dataclass of the options that it alone has, a base of `RuleOptions`.
-        state: names of the fp32 numbers that it keeps of each parameter, in checkpoints too.
-        others: the elementwise rule of all parameters but matrices; None: this rule is elementwise.
-        matrix_cost: what the update of matrices takes; None for an elementwise rule.
-        defaults: options whose default follows from `--precision`.
-        elsewhere: what other programs call it.
+        name: its value of `--optimizer`.
+        options: a dataclass of the rule's own options, a base of `RuleOptions`.
+        state: names of the fp32 numbers that the rule keeps per parameter, also in checkpoints.
+        others: the elementwise rule for all parameters but matrices; None: this rule is elementwise.
+        matrix_cost: cost of the update of matrices; None for an elementwise rule.
+        defaults: function of `--precision` that returns the defaults of options that depend on it.
+        elsewhere: the rule's names in other programs, separated by spaces.
     """
 
     name: str
@@ -52,7 +52,7 @@ class UpdateRule:
 
     @property
     def elementwise(self) -> UpdateRule:
-        """Return the rule by which parameters are updated that are not matrices."""
+        """Return the rule that updates parameters other than matrices: the rule itself if it is elementwise."""
         return self.others or self
 
 
@@ -67,7 +67,7 @@ of_lion = partial(
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """The options of AdamW, to which Muon leaves what is no matrix."""
+    """The options of AdamW, which also updates Muon's parameters that are not matrices."""
 
     adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", valid=BELOW_1, needs=ADAM)
     adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.", valid=BELOW_1, needs=ADAM)
@@ -106,7 +106,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class RuleOptions(LionOptions, MuonOptions, AdamWOptions, _Choice):
-    """The choice of an update rule and the options of all of them; fields of the last base come first."""
+    """The choice of an update rule and the options of all rules; fields of the last base class come first."""
 
     @property
     def rule(self) -> UpdateRule:

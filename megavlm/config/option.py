@@ -1,4 +1,4 @@
-"""How an option of a run is declared: a dataclass field with all that is known of it, and what others need."""
+"""Declaration of an option as a dataclass field: help, flags, range of valid values, and needed options."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LAYOUT = "layout"
 TRAINING = "training"
 PRECISION = "precision and memory"
 FILES = "checkpoints and logging"
-# In place of a flag: the option is a key of files and of `--set` alone.
+# Instead of a flag: only files and `--set` can set the option.
 KEY_ONLY = ""
 COMMON_GROUPS = (MODEL, DATA, LAYOUT, TRAINING, PRECISION, FILES)
 
 
 @dataclass(frozen=True)
 class Valid:
-    """`holds(value)` is true for valid values of a number; messages say "must be " + `words`."""
+    """Range of a number: `holds(value)` is true for valid values; messages say "must be " + `words`."""
 
     words: str
     holds: Callable[[float], bool]
@@ -32,8 +32,8 @@ class Valid:
 
 @dataclass(frozen=True)
 class Needs:
-    """An option has an effect if `there(config)` is true; else messages say "--option has no effect " + `lacking`, and
-    the `remedy`.
+    """Condition for an option's effect: `there(config)` is true if it has one; else messages say "--option has no
+    effect " + `lacking`, and the `remedy`.
     """
 
     there: Callable[[Config], bool]
@@ -62,10 +62,10 @@ def option(
 ) -> Any:
     """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any.
 
-    `flag` replaces the flag that follows from the field's name, or says that there is none (`KEY_ONLY`). `valid` is the
-    range of a number; bounds that depend on other options are rules (`rules.py`). `needs` is what must be set for the
-    option to have an effect, in the order in which messages name it. An option with a `point` may also say any name
-    that is registered there (`registry.py`).
+    `flag` replaces the flag that follows from the field's name; `KEY_ONLY`: no flag. `valid` is the range of a number;
+    bounds that depend on other options are rules (`megavlm/rules`). `needs` are the conditions for the option's effect,
+    in the order in which messages name them. An option with a `point` also accepts the names that are registered at
+    this extension point (`registry.py`).
     """
     needs = needs if isinstance(needs, tuple) else (needs,)
     metadata = {
@@ -81,7 +81,7 @@ def option(
 
 
 def filled(section: Any, **defaults: Any) -> Any:
-    """Return a section with the defaults of its fields that are not set; the section itself if all are."""
+    """Return a section with its unset (None) fields at the given defaults; the section itself if all are set."""
     missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
     return replace(section, **missing) if missing else section
 
@@ -96,7 +96,7 @@ def data_kind(config: Config) -> str:
 
 
 def has_validation(config: Config) -> bool:
-    """Return whether a run has samples that it does not train on, whose loss it measures."""
+    """Return whether a run has validation samples, whose loss it measures without training on them."""
     return bool(config.data.validation) or config.data.validation_split > 0 or data_kind(config) == "digits"
 
 

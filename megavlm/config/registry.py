@@ -1,8 +1,8 @@
-"""What extensions add under names: connectors, sources of samples and the like, and the options that these bring.
+"""Registry of extensions: named connectors, data sources, callbacks and so on, with their options.
 
-An extension is a value of type `Extension` that a package declares. This module holds the ones of this process, in one
-table that only grows, before anything reads it: `megavlm.arch` enters the connectors of this package, which the
-configuration does not know, and `rules/extensions.py` what the user names.
+An extension is a value of type `Extension` that a package declares. This module holds the extensions of this process in
+one table, which only grows, and is filled before it is read: `megavlm.arch` registers this package's own connectors,
+which the configuration does not import, and `rules/extensions.py` registers the user's extensions.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 from megavlm.config.messages import described, did_you_mean, plain
 from megavlm.errors import UserError
 
-BUILT_IN = "megavlm"  # the name of what this package enters itself
+BUILT_IN = "megavlm"  # the name of the extension that this package registers itself
 FLAG = "--extension"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Something that is imported when it is used, so that a command line is read without it.
+    """A registered object that is imported on first use, so that command lines are parsed without importing it.
 
     Args:
-        name: what the user calls it.
-        code: where it is, as "package.module:name".
-        options: a frozen dataclass, each of whose fields is made with `option()`; None: it has no options.
+        name: the name by which options select it.
+        code: its location, as "package.module:name".
+        options: a frozen dataclass whose fields are all made with `option()`; None: it has no options.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Entry:
     options: type | None = None
 
     def load(self) -> Any:
-        """Import and return what the entry stands for."""
+        """Import and return the object of the entry."""
         return from_code(self.code)
 
 
 @dataclass(frozen=True)
 class ObjectiveEntry(Entry):
-    """A loss of embeddings: the code is a function as `megavlm.objective.losses.info_nce`.
+    """A loss of embeddings; `code` names a function like `megavlm.objective.losses.info_nce`.
 
     Args:
         learned: parameters of the loss that model.objective.learn_temperature trains: ("log_scale",), or none.
-        counted: what a loss is the mean over, as metrics call it.
+        counted: name in metrics of the units over which the loss is a mean.
     """
 
     learned: tuple[str, ...] = ()
@@ -57,19 +57,18 @@ class ObjectiveEntry(Entry):
 
 
 def from_code(code: str) -> Any:
-    """Return what "package.module:name" stands for."""
+    """Import and return the object at "package.module:name"."""
     module, _, attribute = code.partition(":")
     return getattr(import_module(module), attribute)
 
 
 @dataclass(frozen=True)
 class Extension:
-    """All that a package adds.
-
+    """Everything that a package registers.
     Args:
         connectors: kinds of projector (`megavlm.extension.Connector`), for --projector-kind.
-        inputs: what a model sees of an image file (`megavlm.inputs.vision_inputs.VisionInput`), for
-            --vision-input. Its function is sent to processes that decode images, so it has a name in a module.
+        inputs: conversions of image files to a model's input (`megavlm.inputs.vision_inputs.VisionInput`), for
+            --vision-input. The function is sent to processes that decode images, so a module must name it.
         objectives: losses of embeddings over the global batch (`ObjectiveEntry`), for --objective.
         sources: sources of samples, for --data.
         callbacks: classes of callbacks, for --callback.
@@ -85,26 +84,26 @@ class Extension:
 
 
 POINTS = tuple(field.name for field in fields(Extension))
-OPEN_POINTS = {"callbacks": (), "inputs": ("rgb", "array")}  # where options say other things too, such as these
+OPEN_POINTS = {"callbacks": (), "inputs": ("rgb", "array")}  # points whose options accept other values too, as these
 
 
 State = tuple[tuple[str, Extension], ...]
 
 
 class Registry(dict[str, Extension]):
-    """The extensions of a process by the names under which they were asked for."""
+    """The extensions of a process, by the names with which they were requested."""
 
     @property
     def state(self) -> State:
-        """Return all that is there, as a value: what follows from it may be kept by it."""
+        """Return all registered extensions as a hashable value, which can be the key of a cache."""
         return tuple(self.items())
 
     def at(self, point: str) -> dict[str, Any]:
-        """Return what there is at a point, by name."""
+        """Return the entries of all extensions at a point, by name."""
         return {each.name: each for found in self.values() for each in getattr(found, point)}
 
     def owner_of(self, point: str, name: str) -> str | None:
-        """Return which of the user's extensions has a name at a point; None if the package itself does, or nobody."""
+        """Return the user's extension that registered a name at a point; None if none did or it is built in."""
         return next(
             (
                 owner
@@ -122,9 +121,9 @@ def registry() -> Registry:
 
 
 def users_module(option: str, name: str, *, missing: str) -> ModuleType:
-    """Import a module of a user's, which is found where Python finds them, and then in the working directory.
+    """Import a user's module from Python's module path, or else from the working directory.
 
-    Raises UserError, which begins with `option`, and ends with `missing` if there is no such module.
+    Raises UserError, which begins with `option`, and ends with `missing` if the module does not exist.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -138,8 +137,7 @@ def users_module(option: str, name: str, *, missing: str) -> ModuleType:
 
 
 def imported(name: str) -> Extension:
-    """Return the `EXTENSION` (or what is said after a colon) of a module, or of the one that an entry point names.
-
+    """Return the `EXTENSION` (or the attribute after a colon) of a module, which an entry point may also name.
     Raises UserError.
     """
     found = entry_points_by_name()
@@ -156,7 +154,7 @@ def imported(name: str) -> Extension:
 
 
 def entry_points_by_name() -> dict[str, str]:
-    """Return what installed packages name as extensions, by the names under which they do."""
+    """Return the entry points for extensions in installed packages: "module" or "module:attribute", by name."""
     return {point.name: point.value for point in entry_points(group="megavlm.extensions")}
 
 
@@ -166,16 +164,16 @@ def _at(point: str, state: State) -> Mapping[str, Any]:
 
 
 def registered(point: str) -> Mapping[str, Any]:
-    """Return what there is at a point ("connectors", …), by name."""
+    """Return the registered entries at a point ("connectors", …), by name."""
     assert point in POINTS, point
     return _at(point, registry().state)
 
 
 class Sections(dict[str, Any]):
-    """Holds the options of everything registered at a point, in a section for each name, read as an attribute.
+    """Holds the options of all entries at a point: one section per entry, read as an attribute.
 
-    It is a value like a frozen dataclass: hashable, and never changed. It keeps the sections that differ from their
-    defaults. In another process it loads the extensions to which its sections belong.
+    It is a value like a frozen dataclass: hashable and immutable. It stores only sections that differ from their
+    defaults. When it is unpickled in another process, it loads the extensions of the sending process.
     """
 
     point: str
@@ -185,7 +183,7 @@ class Sections(dict[str, Any]):
         super().__init__({name: given[name] for name in sorted(given) if given[name] != self.default(name)})
 
     def default(self, name: str) -> Any:
-        """Return the section of a name as it is if nothing is set; None if there is none."""
+        """Return the section of an entry with all options at their defaults; None if it has no options."""
         found = registered(self.point).get(name)
         return None if found is None or found.options is None else found.options()
 
@@ -207,7 +205,7 @@ class Sections(dict[str, Any]):
 
 
 def _restored(kind: type[Sections], items: tuple[tuple[str, Any], ...], extensions: tuple[str, ...]) -> Sections:
-    """Return the sections in a process to which they were sent, with the extensions that the sender has."""
+    """Load the sender's extensions and return the sections; for unpickling in another process."""
     for name in extensions:
         if name not in registry():
             registry()[name] = imported(name)
@@ -215,7 +213,7 @@ def _restored(kind: type[Sections], items: tuple[tuple[str, Any], ...], extensio
 
 
 class ConnectorSections(Sections):
-    """`model.projector.connectors`: the options of connectors."""
+    """Holds the options of connectors: `model.projector.connectors`."""
 
     point = "connectors"
 
@@ -227,12 +225,12 @@ class ObjectiveSections(Sections):
 
 
 class SourceSections(Sections):
-    """`data.sources`: the options of sources of samples."""
+    """Holds the options of data sources: `data.sources`."""
 
     point = "sources"
 
 
 class CallbackSections(Sections):
-    """`logging.callbacks`: the options of callbacks."""
+    """Holds the options of callbacks: `logging.callbacks`."""
 
     point = "callbacks"

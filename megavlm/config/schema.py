@@ -1,12 +1,12 @@
 """Every option of a run, as frozen dataclasses: the single source of keys, flags, defaults, ranges and help.
 
 A field made with `option(default, help, *aliases)` becomes the YAML key `section.name` and the flag
-`--kebab-case-name`; fields of the lora section carry that prefix. Names are Megatron's. The sections that describe the
-shape of a model have keys alone (`fields.SHAPE`), as have fields made with `key_only`; another `flag=` names a flag
-where the key would say too little without its section (`data.kind` is `--data`). `valid=` is the range of a number,
-`needs=` what must be set for the option to have an effect, and `common=` the group in which `--help` lists it. Rules
-that relate fields to one another live in `rules.py`. A field whose default is None, but whose type does not have None,
-is a plain value from `resolve.resolve` on, which computes its default from other fields.
+`--kebab-case-name`; fields of the lora section have the prefix `lora-`. Names are Megatron's. Fields of the sections
+that describe the shape of a model have keys but no flags (`rules/fields.py`, SHAPE), as have fields made with
+`key_only`; another `flag=` names a flag where the key is unclear without its section (`data.kind` is `--data`).
+`valid=` is the range of a number, `needs=` the conditions for the option's effect, and `common=` the group in which
+`--help` lists it. Rules between fields are in `megavlm/rules`. A field whose default is None, but whose type excludes
+None, has a plain value after `rules.defaults.resolve`, which computes its default from other fields.
 """
 
 # ruff: noqa: F401 (others import all classes of options from here)
@@ -146,7 +146,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run itself."""
+    """The output folder, dry runs, extensions and the number of processes of a run."""
 
     run_dir: str = option(
         "runs/latest", "Output folder; if it has checkpoints, the run resumes from the latest one.", common=FILES
@@ -172,7 +172,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `--print-config` prints it, RUN_DIR/config.yaml keeps it, `--config` reads it back."""
+    """All options of a run. `--print-config` prints them, RUN_DIR/config.yaml stores them, `--config` reads them."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

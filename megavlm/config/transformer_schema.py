@@ -1,4 +1,4 @@
-"""Options of the shape of the two transformers, the vision encoder and the language model. Part of `schema.py`."""
+"""Options of the shapes of the vision encoder and the language model. Part of the schema (`schema.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LATENTS = Needs(
     "without latent attention",
     "add --set model.language.kv_lora_rank=512",
 )
-LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs look at each
+LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs visit each layer
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """A decoder-only transformer; covers Llama, Mistral, Qwen2, Qwen3, Gemma 3, GLM-4 and those of their VLMs."""
+    """A decoder-only transformer; covers Llama, Mistral, Qwen2, Qwen3, Gemma 3, GLM-4, and those inside their VLMs."""
 
     num_layers: int = option(4, "Number of transformer layers of the language model.", valid=LAYERS)
     hidden_size: int = option(128, "Hidden size of the language model.", valid=AT_LEAST_1)
