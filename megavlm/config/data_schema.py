@@ -39,7 +39,7 @@ class DatasetConfig:
     weight: float | None = option(
         None,
         "Sampling weight relative to the other data sets; default: its number of records, so that an epoch has each "
-        "record once, or 1 beside data sets with a weight.",
+        "record once, or 1 if others have a weight.",
     )
     image_root: str | None = option(
         None,
@@ -69,7 +69,7 @@ class DataConfig:
         common=DATA,
     )
     validation: tuple[DatasetConfig, ...] = of_files((), "Data sets for validation; default: none.", common=DATA)
-    validation_split: float = of_files(0.0, "Share of --datasets held out for that.", common=DATA, valid=BELOW_1)
+    validation_split: float = of_files(0.0, "Share of --datasets held out for validation.", common=DATA, valid=BELOW_1)
     tokenizer: str | None = of_files(
         None,
         "Hugging Face tokenizer folder or SentencePiece file; default: that of --init-from or --language-from.",
@@ -84,8 +84,8 @@ class DataConfig:
     )
     enable_thinking: bool | None = of_files(
         None,
-        "Files: what the chat template is told of thinking, if it asks (Qwen3.5); false: thoughts that it leaves empty "
-        "precede answers and have no loss. Default: the template's.",
+        "Files: enable_thinking of chat templates that use it (Qwen3.5); false: the empty thoughts that they write "
+        "before answers have no loss. Default: the template's.",
         flag=KEY_ONLY,
     )
     image_processor: str | None = of_files(
@@ -137,21 +137,20 @@ class DataConfig:
     )
     video_fps: float | None = of_files(
         None,
-        "Files: frames that are taken of a second of a video; a record may ask for another rate; default: the model's "
-        "(Qwen: 2).",
+        "Files: number of frames per second of a video; a record may set another rate; default: the model's (Qwen: 2).",
         valid=POSITIVE,
     )
     video_max_frames: int | None = of_files(
         None,
-        "Files: largest number of frames that are taken of a video; of longer ones, frames are further apart; default: "
-        "the model's (Qwen: 768).",
+        "Files: maximum number of frames per video; frames of longer videos are further apart; default: the model's "
+        "(Qwen: 768).",
         flag=KEY_ONLY,
         valid=AT_LEAST_1,
     )
     video_max_tokens: int | None = of_files(
         None,
-        "Files: largest number of image tokens that a video becomes: its frames are shrunk, then left out; default: "
-        "half of --seq-length.",
+        "Files: maximum number of image tokens per video: its frames are shrunk, then dropped; default: half of "
+        "--seq-length.",
         valid=AT_LEAST_1,
     )
     shuffle: bool = of_files(True, "Files: shuffle samples anew in each epoch; off: use the order of the files.")
@@ -176,7 +175,7 @@ class DataConfig:
     worker_timeout: float = of_files(
         150.0,  # three times that are less than a default --distributed-timeout-minutes
         "Files: time limit in seconds for reading a sample. A worker process that exceeds it is replaced; after three "
-        "at the same samples the run saves and ends. 0: no limit.",
+        "replacements at the same samples the run saves and ends. 0: no limit.",
         flag="--data-worker-timeout",
         valid=AT_LEAST_0,
     )

@@ -30,7 +30,7 @@ class ExpertsConfig:
     )
     shared_ffn_hidden_size: int | None = of_experts(
         None,
-        "Inner width of an expert that all tokens take beside those that the router chooses; default: no such expert.",
+        "Inner width of a shared expert, which all tokens take besides routed experts; default: no shared expert.",
         valid=AT_LEAST_1,
     )
     shared_gate: bool = of_experts(

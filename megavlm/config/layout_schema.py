@@ -137,8 +137,8 @@ class ParallelConfig:
     )
     compress_gradients: Literal["none", "bf16", "int8", "fp8"] = option(
         "none",
-        "Sum gradients as codes of two bytes (bf16) or one (int8, fp8, by blocks of 128), and add what a step's codes "
-        "lose to the next step's; with --hybrid-shard-size only between shard groups.",
+        "Sum gradients as codes of two bytes (bf16) or one (int8, fp8, by blocks of 128), and add a step's coding "
+        "error to the next step's gradients; with --hybrid-shard-size only between shard groups.",
     )
     compress_group_size: int | None = key_only(
         None,
@@ -210,7 +210,7 @@ class PlacementConfig:
     )
     hardware: str = option(
         "cpu",
-        "Device for --plan auto, and for the duration that --dry-run foretells: a100, h100, h200, b200, gh200, cpu, or "
+        "Device for --plan auto, and for the step time that --dry-run predicts: a100, h100, h200, b200, gh200, cpu, or "
         "a JSON file from megavlm calibrate.",
     )
     pipeline_cuts: tuple[int, ...] | None = option(
@@ -234,7 +234,7 @@ class ExecutionConfig:
     )
     offload: tuple[str, ...] = option(
         (),
-        "What is kept in host memory: optimizer, activations, with ZeRO-3 parameters; on disk: optimizer=nvme:DIR; "
+        "Tensors kept in host memory: optimizer, activations, with ZeRO-3 parameters; on disk: optimizer=nvme:DIR; "
         "default: none.",
         common=PRECISION,
     )
@@ -246,7 +246,7 @@ class ExecutionConfig:
     loss_chunk_tokens: int = key_only(
         2048,
         "Largest number of tokens whose logits are in memory at a time. A trained output layer computes the logits of "
-        "a micro-batch with more tokens again in the backward pass; a larger number takes more memory and saves that.",
+        "a micro-batch with more tokens again in the backward pass; a larger number avoids this but needs more memory.",
         valid=AT_LEAST_1,
     )
     compile_small_ops: bool = option(

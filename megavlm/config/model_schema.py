@@ -119,7 +119,7 @@ class ObjectiveConfig:
     )
     temperature: float = of_embeddings(
         None,
-        "Embeddings: cosines are divided by this; if learned, at first. Default: 0.05, sigmoid: 0.1.",
+        "Embeddings: divisor of cosines; if learned, its initial value. Default: 0.05, sigmoid: 0.1.",
         valid=POSITIVE,
     )
     learn_temperature: bool = key_only(
@@ -127,18 +127,18 @@ class ObjectiveConfig:
     )
     sigmoid_bias: float = key_only(
         -10.0,
-        "Objective sigmoid: learned number that is added to each score, at first.",
+        "Objective sigmoid: initial value of the learned bias of scores.",
         needs=(EMBEDDINGS, _with_objective("sigmoid")),
     )
     symmetric: bool = key_only(
         True,
-        "Objective contrastive: also find the query of a document among all queries; off: documents alone.",
+        "Objective contrastive: also find the query of a document among all queries; off: only documents of queries.",
         needs=(EMBEDDINGS, _with_objective("contrastive")),
     )
     matryoshka_widths: tuple[int, ...] = key_only(
         (),
-        "Embeddings: also apply the loss to so many first channels (Matryoshka), all with weight 1; default: to all "
-        "channels alone.",
+        "Embeddings: also apply the loss to the first N channels for each N given (Matryoshka), all with weight 1; "
+        "default: only to all channels.",
         valid=AT_LEAST_1,
         needs=EMBEDDINGS,
     )
@@ -157,19 +157,19 @@ class ObjectiveConfig:
     )
     label_smoothing: float = key_only(
         0.0,
-        "Objectives dpo and simpo: share of pairs taken to be the wrong way round.",
+        "Objectives dpo and simpo: assumed share of pairs with swapped labels.",
         valid=BELOW_HALF,
         needs=(ANSWERS, SMOOTHED),
     )
     simpo_gamma: float = key_only(
         0.5,
-        "Objective simpo: margin that the loss asks for.",
+        "Objective simpo: target margin of the loss.",
         valid=AT_LEAST_0,
         needs=(ANSWERS, _with_objective("simpo")),
     )
     rpo_alpha: float = key_only(
         0.0,
-        "Preferences of pairs: add so often the mean cross entropy of a token of the chosen answer.",
+        "Preferences of pairs: factor of the chosen answer's mean cross entropy per token in the loss.",
         valid=AT_LEAST_0,
         needs=(
             ANSWERS,
@@ -192,7 +192,7 @@ class ModelConfig:
     published: str | None = option(
         None,
         "Name of a published model whose sizes are the defaults of this section (megavlm plan --help lists them); "
-        "with given weights, theirs count; default: none.",
+        "given weights keep their sizes; default: none.",
         flag="--published-model",
     )
     vision: VisionConfig = field(default_factory=VisionConfig)
@@ -212,14 +212,14 @@ class ModelConfig:
     )
     video_steps_per_second: float | None = key_only(
         None,
-        "Steps that M-RoPE's time moves on in a second of a video (Qwen2.5-VL); default: one step for each group of "
-        "frames that share patches (Qwen2-VL).",
+        "Time steps of M-RoPE per second of a video (Qwen2.5-VL); default: one step for each group of frames that "
+        "share patches (Qwen2-VL).",
         valid=POSITIVE,
     )
     canvas_tokens: tuple[int, ...] = key_only(
         (),
         "Token ids around the slices of an image, that before a slice first: M-RoPE lays image and slices out on one "
-        "canvas (MiniCPM-V 4.7); default: each is an image of its own.",
+        "canvas (MiniCPM-V 4.7); default: each slice is a separate image.",
         valid=AT_LEAST_0,
         needs=Needs(
             lambda config: bool(config.model.language.mrope_section),
@@ -252,4 +252,4 @@ class LoraConfig:
         "routed experts only by their name (experts).",
         needs=ADAPTERS,
     )
-    train_router: bool = key_only(False, "Train the routers of experts beside adapters; off: they are frozen.")
+    train_router: bool = key_only(False, "Train the routers of experts besides adapters; off: they are frozen.")

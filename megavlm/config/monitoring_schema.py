@@ -23,14 +23,14 @@ class EvaluationConfig:
 
     eval_interval: int = option(
         None,
-        "Steps between measurements of the loss on validation data; there is one at the end, too. 0: only that one. "
+        "Steps between measurements of the loss on validation data, which is also measured at the end. 0: only then. "
         "Default: --save-interval.",
         valid=AT_LEAST_0,
         needs=VALIDATION,
     )
     eval_iters: int | None = option(
         None,
-        "Most global batches of validation data that are measured, a fair sample of them; default: all.",
+        "Maximum number of global batches per validation, a fair sample of the data; default: all batches.",
         valid=AT_LEAST_1,
         needs=VALIDATION,
     )
@@ -42,20 +42,22 @@ class EvaluationConfig:
     )
     eval_ema: bool = key_only(
         False,
-        "Validate, and answer held-out prompts, with the averaged weights; off: with those of the last step.",
+        "Validate, and answer held-out prompts, with the averaged weights; off: with the weights of the last step.",
         needs=Needs(lambda config: config.optimizer.ema_decay > 0, "without averaged weights", "add --ema-decay 0.999"),
     )
     sample_interval: int = option(
         0,
-        "Steps between the model's answers to some validation samples, shown beside the right answers on "
-        "RUN_DIR/samples/index.html; there are answers before the first step and at the end, too. 0: never.",
+        "Steps between the model's answers to some validation samples, shown with the references on "
+        "RUN_DIR/samples/index.html; it also answers before the first step and at the end. 0: never.",
         valid=AT_LEAST_0,
         needs=VALIDATION,
     )
     sample_count: int = key_only(
         8, "Number of validation samples to answer, from each data set in turn.", valid=AT_LEAST_1, needs=ANSWERS
     )
-    sample_max_new_tokens: int = key_only(128, "Most tokens of such an answer.", valid=AT_LEAST_1, needs=ANSWERS)
+    sample_max_new_tokens: int = key_only(
+        128, "Maximum number of tokens of an answer.", valid=AT_LEAST_1, needs=ANSWERS
+    )
 
 
 PROFILE = Needs(lambda config: config.logging.profile, "without a profile", "add --profile")
@@ -75,7 +77,7 @@ class LoggingConfig:
         "megavlm", "Project (Weights & Biases) or experiment (MLflow) of the run.", "--wandb-project", needs=TRACKER
     )
     tracker_run_name: str | None = option(
-        None, "Name of the run in the trackers; default: that of --run-dir.", "--wandb-exp-name", needs=TRACKER
+        None, "Name of the run in the trackers; default: the name of --run-dir.", "--wandb-exp-name", needs=TRACKER
     )
     callback: tuple[str, ...] = option(
         (),
@@ -106,7 +108,7 @@ class NumericsConfig:
     spike_factor: float = option(
         1000.0,
         "A gradient norm above this factor times the median of the last 128 steps that were not skipped is a spike; "
-        "0: no norm is. The default finds corrupted numbers; 5 to 20 also finds unusual data.",
+        "0: no spikes. The default finds corrupted numbers; 5 to 20 also finds unusual data.",
         valid=Valid("0 or greater than 1", lambda value: value == 0 or value > 1),
     )
     max_consecutive_skips: int = key_only(
@@ -119,8 +121,8 @@ class NumericsConfig:
     )
     check_weight_hash_across_dp_replicas_interval: int = key_only(
         0,
-        "Steps between comparisons, by checksum, of weights that ranks hold alike (data-parallel replicas, and "
-        "tensor-parallel ranks where nothing is cut); a difference ends the run with exit status 71 and "
+        "Steps between comparisons, by checksum, of weights that several ranks hold (data-parallel replicas; "
+        "tensor-parallel ranks for unsplit weights); a difference ends the run with exit status 71 and "
         "names the rank. 0: no comparison.",
         valid=AT_LEAST_0,
     )

@@ -84,7 +84,7 @@ class MuonOptions:
     )
     muon_precision: Literal["fp32", "bf16"] = of_muon(
         None,
-        "Muon: type in which ranks compute Newton-Schulz steps and send each other what these need; default: fp32 with "
+        "Muon: type in which ranks compute Newton-Schulz steps and exchange the matrices; default: fp32 with "
         "--precision fp32, else bf16.",
     )
 

@@ -119,7 +119,7 @@ class CheckpointConfig:
     )
     checkpoint_dir: str | None = option(
         None,
-        "Folder or URL (gs://…, s3://…) for copies of checkpoints, from which a run goes on if --run-dir has none as "
+        "Folder or URL (gs://…, s3://…) for copies of checkpoints, from which a run resumes if --run-dir has none as "
         "new; default: none.",
     )
     load: str | None = option(
@@ -159,7 +159,7 @@ class RunConfig:
     )
     world_size: int | None = option(
         None,
-        "Number of processes that --dry-run assumes; default: those that are started, or that a model replica needs.",
+        "Number of processes that --dry-run assumes; default: those started, or those of one model replica.",
         valid=AT_LEAST_1,
     )
     hang_timeout: float | None = option(

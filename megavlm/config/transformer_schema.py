@@ -42,7 +42,7 @@ class VisionConfig:
     new_channels: Literal["zeros", "repeat"] = option(
         "zeros",
         "Weights of the channels that in_channels adds to given ones: zeros, so that training starts from "
-        "the given model's numbers, or repeat, the given channels' in turn, scaled to keep the sum.",
+        "the given model's outputs, or repeat: the given channels' weights in turn, scaled to keep the sum.",
         needs=Needs(
             lambda config: bool(config.checkpoint.init_from or config.checkpoint.vision_from),
             "without given weights of a vision encoder",
@@ -207,7 +207,7 @@ class LanguageConfig:
     )
     input_norms: bool = option(
         True,
-        "Apply a norm to the input of attention and of the MLP; off: to their outputs alone (EXAONE 4).",
+        "Apply a norm to the input of attention and of the MLP; off: only to their outputs (EXAONE 4).",
         needs=Needs(
             lambda config: config.model.language.post_norms,
             "without norms of outputs",
@@ -215,7 +215,7 @@ class LanguageConfig:
         ),
     )
     parallel_block: bool = option(
-        False, "Let the MLP read what attention reads, after one norm; off: attention's output, after another (Cohere)."
+        False, "Apply attention and MLP in parallel to one normed input (Cohere); off: in sequence, each after a norm."
     )
     apply_layernorm_1p: bool = option(
         False, "Multiply by 1 + weight in the language model's norm layers, instead of by the weight (Gemma)."
@@ -301,12 +301,12 @@ class LanguageConfig:
     linear_key_head_dim: int = option(128, "Linear attention: width of a query or key head.", valid=AT_LEAST_1)
     linear_value_head_dim: int = option(128, "Linear attention: width of a value head.", valid=AT_LEAST_1)
     linear_conv_kernel_dim: int = option(
-        4, "Linear attention: tokens that its causal convolution reads.", valid=AT_LEAST_1
+        4, "Linear attention: width in tokens of its causal convolution.", valid=AT_LEAST_1
     )
     mtp_layers: int = option(
         0,
-        "Number of layers behind the last one, each of which predicts a token further ahead (multi-token prediction), "
-        "that are trained; default 0: those of a given folder are exported as they came.",
+        "Number of trained layers after the last one, each of which predicts a token further ahead (multi-token "
+        "prediction); default 0: such layers of a given folder are exported unchanged.",
         valid=AT_LEAST_0,
     )
     bidirectional_images: bool = option(
