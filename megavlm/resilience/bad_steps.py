@@ -1,8 +1,8 @@
 """Find the steps that must not change the weights: their numbers are not finite, or their gradient is a spike.
 
-A spike is a gradient norm beyond a factor times the median of the norms of the last `WINDOW` good steps. All of it is
-decided from numbers that every rank has, before the update, so all ranks decide alike; and the norms are part of a
-checkpoint, so a run that resumes decides like one that never stopped.
+A spike is a gradient norm beyond a factor times the median of the norms of the last `WINDOW` good steps. The decision
+uses only numbers that every rank has before the update, so all ranks decide equally. The norms are part of a
+checkpoint, so a resumed run decides like one that never stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST = 16  # good steps before a median means anything
 
 @dataclass
 class BadSteps:
-    """Judges steps one after the other, and counts those that were not used."""
+    """Detector of bad steps, with the norms of recent good steps and counts of skipped steps."""
 
     spike_factor: float  # 0: no finite norm is a spike
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -60,16 +60,16 @@ class BadSteps:
         self.skipped += 1
 
     def go_back(self, state: Mapping[str, Any], *, left_out: int) -> None:
-        """Judge by the norms of a checkpoint again, `left_out` iterations after it; bad steps in a row count on."""
+        """Restore a checkpoint's norms and count `left_out` skipped iterations after it; `in_a_row` is kept."""
         self.norms = deque(state.get("norms", ()), maxlen=WINDOW)
         self.skipped = int(state.get("skipped", 0)) + left_out
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the norms and counters for a checkpoint."""
         return {"norms": list(self.norms), "in_a_row": self.in_a_row, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters of a checkpoint; an empty state, of a run that begins, resets them."""
+        """Restore norms and counters from a checkpoint; the empty state of a new run resets them."""
         self.norms = deque(state.get("norms", ()), maxlen=WINDOW)
         self.in_a_row = int(state.get("in_a_row", 0))
         self.skipped = int(state.get("skipped", 0))

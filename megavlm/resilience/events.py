@@ -39,7 +39,7 @@ def record(
 ) -> None:
     """Append an event of this rank to RUN_DIR/events.jsonl, with the time, the rank and the attempt.
 
-    `iteration` is the last one that is done. A value that is None is left out. If the file cannot be written, the
+    `iteration` is the last completed iteration. A value that is None is left out. If the file cannot be written, the
     function prints a line on stderr and raises nothing.
     """
     assert kind in KINDS, f"list the event {kind!r} in KINDS"
@@ -71,7 +71,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in the lines of a file, without lines that hold none; nothing of what is no file."""
+    """Return the JSON objects in the lines of a file, without other lines; [] if the path is no regular file."""
     found = []
     try:
         with open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""Find the rank for which all others wait, in a table of what each rank reports. Pure functions, without torch."""
+"""Find the rank that all others wait for, from the progress reports of all ranks. Pure functions, without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 10  # the default of --hang-timeout in median steps
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank publishes of itself; JSON in the store."""
+    """A rank's report of its progress, stored as JSON in the store."""
 
     rank: int
     host: str
@@ -49,7 +49,7 @@ class Report:
         return cls(*json.loads(text))
 
     def after(self, before: Report | None, passed: float) -> Report:
-        """Return the report that was read so many seconds after another one, silent for longer if it is the same."""
+        """Return this report, read `passed` seconds after `before`; if it is unchanged, with a longer `silent`."""
         if before is None or self.beat != before.beat:
             return self
         return replace(self, silent=before.silent + passed)
@@ -60,7 +60,7 @@ class Limits:
     """Seconds after which a run hangs."""
 
     hang: float | None = None  # --hang-timeout: without progress in a step; 0: never; None: ten median steps
-    data: float = 0.0  # in which the data name and replace what hangs by themselves
+    data: float = 0.0  # in which the data loader itself names and replaces workers that hang
     collective: float = math.inf  # --distributed-timeout-minutes
 
     def timeout(self, step_seconds: Sequence[float]) -> float:
@@ -71,7 +71,7 @@ class Limits:
 
 
 def patience(report: Report, timeout: float, limits: Limits) -> float:
-    """Return the seconds without progress that are no hang where this rank is."""
+    """Return the seconds without progress that are allowed in this rank's phase."""
     longest = PATIENCE.get(report.phase, timeout)
     if report.phase == phases.DATA and not report.waits:
         longest = limits.data
@@ -81,12 +81,12 @@ def patience(report: Report, timeout: float, limits: Limits) -> float:
 def culprit(table: Sequence[Report], *, timeout: float, limits: Limits, interval: float) -> Report | None:
     """Return the report of the rank that stopped first if the run hangs; None while it does not.
 
-    A run hangs when one rank has made no progress for longer than any rank may take where it is, has waited for others
-    for nearly as long as torch lets it, or has sent no report for longer than a step may take. The others then wait for
-    one of them. In this order, it is:
+    A run hangs when one rank has made no progress for longer than the phase of any rank allows, has waited for others
+    for nearly as long as torch allows, or has sent no report for longer than a step may take. The others then wait for
+    one rank, which is, in this order:
 
     1. a rank whose reports have stopped, while others report: its process is stopped or cut off;
-    2. a rank that does something else than wait for other ranks;
+    2. a rank that is not waiting for other ranks;
     3. the rank with the fewest iterations done, then the one that has been idle for longest.
     """
     if not table:
@@ -118,7 +118,7 @@ def is_silent(report: Report, interval: float) -> bool:
 
 
 def sentence(report: Report, table: Sequence[Report], *, interval: float) -> str:
-    """Return the line that names the rank that stopped, where, and what the others do."""
+    """Return a line that names the rank that stopped, its place in the code, and how many other ranks wait."""
     seconds = report.idle + report.silent
     where = f"iteration {report.iteration}, {report.phase}" + (f" ({report.detail})" if report.detail else "")
     who = f"rank {report.rank} ({report.host}, process {report.process})"
@@ -161,9 +161,9 @@ class SlowEvents:
 
 
 def spread(before: Mapping[int, Report], after: Mapping[int, Report]) -> dict[str, Any] | None:
-    """Return what the record of a step says of how ranks spent their time between two tables, in seconds per step:
-    medians over ranks by phase, the rank with the most time of its own, by which fraction that is above the median,
-    and where it spends more; and a line on it if that is notable. None where a rank has done no step in between.
+    """Return the fields of a step's record on the time of ranks between two tables, in seconds per step: medians over
+    ranks by phase, the rank with the most time of its own, the fraction by which it exceeds the median, and the phase
+    with the largest excess; also a line if the excess is notable. None if a rank has done no step in between.
 
     Ranks that share a layer (tensor parallelism) wait for one another inside it, and all count as busy meanwhile: of
     these the first is named.

@@ -32,7 +32,7 @@ _SILENCE = 20.0  # seconds without a touch after which the owner is dead
 
 
 class RunLock:
-    """The right to write to a run folder. Rank 0 of a run acquires it, before anything else writes there."""
+    """The lock of a run folder. Rank 0 acquires it before the run writes to the folder."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -45,7 +45,7 @@ class RunLock:
         self._on_loss = act
 
     def acquire(self) -> None:
-        """Take the lock, or take it over from a run that is dead. Raises UserError if a living run has it."""
+        """Acquire the lock, or take it over from a dead run. Raises UserError if a living run holds it."""
         path = self._run_dir / FILE
         try:
             opened = open_to_append(path)
@@ -103,7 +103,7 @@ class RunLock:
 
 
 def silent_since(run_dir: Path) -> float | None:
-    """Return when a run last touched the lock of its folder, in seconds since 1970; None if that is not a minute ago.
+    """Return when a run last touched its folder's lock (Unix time); None if less than a minute ago or without a lock.
 
     A run that is killed does not touch it again. The clocks of a file server and of this machine may differ by seconds.
     """
@@ -117,8 +117,8 @@ def silent_since(run_dir: Path) -> float | None:
 def _lock(file: int) -> bool:
     """Take the kernel's lock; return False on a file system without locks. Raises BlockingIOError if another has it.
 
-    It is this process's own and ends with it, unlike flock's, which a child that a save forks would go on to hold. It
-    is lost when the process closes any descriptor of the file.
+    The lock belongs to this process and ends with it; a lock of flock would be inherited by the child that a save
+    forks. The lock is lost when the process closes any descriptor of the file.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,7 +144,7 @@ def _say(line: str) -> None:
 
 
 def _is_alive(path: Path, owner: dict[str, Any], *, kernel_holds: bool) -> bool:
-    """Return whether the process that the lock file names is alive, where the kernel's lock does not tell."""
+    """Return whether the process in the lock file is alive; where the kernel's lock does not tell, wait for a touch."""
     if kernel_holds and owner.get("machine") == _boot():
         return False
     before = _touched(path)
@@ -174,7 +174,7 @@ def _boot() -> str:
 
 
 def _owner(file: int) -> dict[str, Any]:
-    """Return the owner that a lock names; empty for a lock that was given free."""
+    """Return the owner recorded in a lock file; {} for a released lock."""
     try:
         owner = json.loads(os.pread(file, 65536, 0) or b"{}")
     except (OSError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Note what this rank is doing and how its time divides into phases; it costs a few assignments per micro-batch.
+"""Record the current phase of this rank and the time per phase, at a few assignments per micro-batch.
 
-The parts of a start are phases of their own: RUN_DIR/starting.json says what rank 0 does now, and the event `started`
-what each part took.
+The parts of a start are phases of their own: RUN_DIR/starting.json has the current part of rank 0, and the event
+`started` the seconds of each part.
 
 The training thread writes; the watchdog's thread reads (`watchdog.py`). Reading needs no lock, because each change is
 one assignment.
@@ -35,7 +35,7 @@ END = "end"
 
 
 class Now(NamedTuple):
-    """What the training thread does. `changes` grows with every change: an unchanged number means no progress."""
+    """Current activity of the training thread. `changes` grows with each change: an equal number means no progress."""
 
     iteration: int
     phase: str
@@ -44,16 +44,16 @@ class Now(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What this process has done since it started."""
+    """Steps and seconds per phase since this process started."""
 
     steps: int
     seconds: Mapping[str, float]  # by phase, of whole steps and of what lies between them
 
 
 class Clock:
-    """Takes the time of a moment in a step: the clock of the host, right for a CPU, whose work is done at once.
+    """Clock that marks moments in a step. This one is the host's clock, which suits a CPU: its work is synchronous.
 
-    The clock of another device tells when the device gets there.
+    The clock of another device measures when the device reaches the moment.
     """
 
     def moment(self) -> Any:
@@ -61,7 +61,7 @@ class Clock:
         return time.perf_counter()
 
     def has_passed(self, moment: Any) -> bool:
-        """Return whether the device has got to a moment; it does not wait for it."""
+        """Return whether the device has reached a moment, without waiting."""
         return True
 
     def seconds(self, earlier: Any, later: Any) -> float:
@@ -85,7 +85,7 @@ class Phases:
         self._since = time.perf_counter()  # beginning of a phase between steps
 
     def enter(self, phase: str, detail: str = "") -> None:
-        """Begin a phase; `detail` says which part of it."""
+        """Enter a phase; `detail` names the part of it."""
         before = self.now
         self.now = Now(before.iteration, phase, detail, before.changes + 1)
         if phase == before.phase:
@@ -96,13 +96,13 @@ class Phases:
             self._add({before.phase: self._lap()})
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a step with its data."""
+        """Begin a step, in the phase `DATA`."""
         self.enter(DATA)
         self.now = self.now._replace(iteration=iteration)
         self._moments = [(DATA, self._clock.moment())]
 
     def end_step(self) -> None:
-        """End a step; what follows is between steps."""
+        """End a step; time until the next `begin_step` counts as between steps."""
         self._unread.append(self._moments)
         self._moments = []
         self._lap()
@@ -148,7 +148,7 @@ PARTS = {
 
 
 class StartTimes:
-    """The seconds of each part of this process's start; rank 0 writes them to its folder once that is locked."""
+    """The seconds of each part of this process's start; rank 0 writes them to the run folder once it is locked."""
 
     def __init__(self, began: float, clock: Callable[[], float] = time.time) -> None:
         """`began` is when the process began, in seconds since 1970, as `clock` returns them."""
@@ -159,7 +159,7 @@ class StartTimes:
         self._seconds: dict[str, float] = {}
 
     def enter(self, part: str) -> None:
-        """End the part before and begin this one. After the first step it does nothing."""
+        """End the current part and begin `part`. After the first step, do nothing."""
         assert part in PARTS, f"list the part {part!r} in PARTS"
         if self._part is None:
             return
@@ -172,7 +172,7 @@ class StartTimes:
             replace_file(self.run_dir / STARTING, json.dumps(told) + "\n")
 
     def first_step_done(self, iteration: int, *, waited: float) -> None:
-        """Write the event `started`, once, after the first step, which `waited` so many seconds for its batch."""
+        """Write the event `started` after the first step, once; `waited`: seconds that it waited for its batch."""
         if self._part is None:
             return
         spent = self._lap()
@@ -194,6 +194,6 @@ class StartTimes:
 
 
 def unfinished(run_dir: Path) -> dict[str, Any]:
-    """Return what RUN_DIR/starting.json says of a start whose first step is not done; empty where there is none."""
+    """Return RUN_DIR/starting.json of a start whose first step is not done; {} if there is none."""
     told = read_own(run_dir / STARTING)
     return told if told.get("part") in [*PARTS] else {}

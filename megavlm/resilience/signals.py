@@ -1,7 +1,7 @@
 """Receive requests to stop (a signal, or the end of torchrun) in a thread, and say how other processes ended.
 
 Python runs signal handlers between the instructions of the main thread, which may wait in a collective or compute for
-minutes. What the interpreter writes to a "wakeup" pipe arrives at once, and a thread reads it.
+minutes. The interpreter also writes each signal to a "wakeup" pipe at once, which a thread reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOMENT = 1.0  # seconds within which another thread keeps the status that it wa
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and why. Without `listen` nothing asks."""
+    """State of a request to stop this process, with its reason. Without `listen`, signals make no requests."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -43,12 +43,12 @@ class StopRequest:
         return self.reason is not None
 
     def training(self) -> None:
-        """Let requests from now on wait for the training loop, which saves; before, they end the process at once."""
+        """Enter training: requests now wait for the loop to save. Before, they end the process at once."""
         with self._lock:
             self._phase = "training"
 
     def saved(self) -> None:
-        """Say that all is saved: a request ends the process at once again."""
+        """Declare that all is saved: from now on, or if one is pending, a request ends the process at once."""
         with self._lock:
             self._phase = "starting"
             if self.reason is not None:
@@ -60,8 +60,8 @@ class StopRequest:
             self._phase = "closing"
 
     def ask(self, reason: str, *, warning: bool) -> None:
-        """Request a stop. A request within 5 s of the first is the same one, and so is the first after a warning; any
-        other ends the process at once.
+        """Request a stop. A request within 5 s of the first counts as the same, and so does the first signal after a
+        scheduler's warning. Any other second request ends the process at once.
         """
         with self._lock:
             now = time.monotonic()
@@ -83,9 +83,9 @@ def _end(status: int, line: str) -> None:
 
 
 def listen(*, parent: int | None, patience: float = _ORPHANED) -> StopRequest:
-    """Return what signals ask of this process, from now on and for good; the main thread calls it, once.
+    """Listen for signals from now on; return the stop request that they set. The main thread calls it, once.
 
-    `parent`: if this process is gone, that is a request too, and this one ends `patience` seconds later at the latest.
+    `parent`: the end of this process is a request too, and the caller then ends within `patience` seconds.
     """
     stop = StopRequest()
     heard, written = os.pipe()
@@ -126,18 +126,18 @@ def _say(line: str) -> None:
 
 
 def under_torchrun() -> bool:
-    """Return whether torchrun started this process, and so is its parent."""
+    """Return whether torchrun started this process and is its parent."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def how_it_ended(process: BaseProcess, timeout: float | None = None) -> str:
-    """Return "was ended by SIGSEGV" or "ended with status 1"; "was lost" if no status is to be had.
+    """Return "was ended by SIGSEGV" or "ended with status 1"; "was lost" if no status is available.
 
     Waits up to `timeout` seconds for the end of the process (None: until it ends).
 
-    The kernel gives the status of a process away once. Each thread that starts a process takes it for all that have
-    ended (`multiprocessing.process._cleanup`), and keeps it a moment later: until then `join` returns at once, and
-    `exitcode` is None.
+    The kernel reports the exit status of a process only once. Each thread that starts a process collects the status of
+    all ended ones (`multiprocessing.process._cleanup`) and stores it a moment later. Until then `join` returns at once,
+    and `exitcode` is None.
     """
     process.join(timeout)
     patience = time.monotonic() + _MOMENT

@@ -16,7 +16,7 @@ from megavlm.json_files import read_own
 from megavlm.resilience.events import attempt, record
 
 FILE = "status.json"
-_PAUSE = 1.0  # seconds between two looks of a rank that waits
+_PAUSE = 1.0  # seconds between two checks of a waiting rank
 _KEPT = ("iteration", "train_iters", "checkpoint", "world")  # from one state to the next, unless they are given
 State = Literal["running", "finished", "stopped", "failed"]
 STOPPED = 75  # exit status "stopped by request; the same command continues": EX_TEMPFAIL of sysexits.h
@@ -33,10 +33,10 @@ def write_status(
     exit_status: int | None = None,
     **details: Any,
 ) -> None:
-    """Replace RUN_DIR/status.json. The iteration, the number of iterations, the checkpoint and the number of ranks stay
-    as the file had them where they are not given; `reason` and `exit_status` do not.
+    """Replace RUN_DIR/status.json. The iteration, the number of iterations, the checkpoint and the number of ranks keep
+    their values in the file unless given; `reason` and `exit_status` are reset.
 
-    `exit_status` is that of a rank; that of a finished and of a stopped run is known. A run that was killed leaves the
+    `exit_status` is the status of a rank; finished and stopped runs have a fixed one. A run that was killed leaves the
     state "running" behind.
     """
     before = read_status(run_dir)
@@ -55,7 +55,7 @@ def write_status(
 
 
 def note_failure(run_dir: Path, error: BaseException) -> None:
-    """Write down the error that ends the run; of an attempt's errors the first, on whatever rank, is the cause."""
+    """Write the error that ends the run to status.json and events; only the first error of an attempt is kept."""
     before = read_status(run_dir)
     if before.get("state") == "failed" and before.get("attempt") == attempt():
         return
@@ -72,10 +72,10 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def wait_as_spare(run_dir: Path, before: dict[str, Any]) -> None:
-    """Return when the run of the other ranks has finished. Raises Stopped if it was stopped, SystemExit if it failed.
+    """Wait until the run of the other ranks has finished. Raises Stopped if it was stopped, SystemExit if it failed.
 
-    `before` is the status when this process started, of an earlier run or attempt. A run that is killed says nothing:
-    torchrun then ends this process, too.
+    `before` is the status when this process started, of an earlier run or attempt. A run that is killed writes no
+    status: torchrun then ends this process, too.
     """
     while True:
         status = read_status(run_dir)

@@ -1,9 +1,9 @@
 """End a run that hangs, with a line that names the rank that stopped first, and with the stacks of all ranks.
 
 A thread of each rank publishes a report to the store every few seconds, in larger worlds less often. The first and the
-last rank (which are on two hosts if the run is) read all reports, so that either may be the one that stopped. What they
-find goes to the store, where the thread of each rank without progress looks, and ends the process: the training thread
-may wait in a collective for ever.
+last rank (which are on two hosts if the run is) read all reports, so that either may be the one that stopped. They
+write their verdict to the store. The thread of each rank without progress reads the verdict and ends the process,
+because the training thread may wait in a collective for ever.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STEPS = 50  # steps whose median time gives the default of --hang-timeout
 
 @dataclass(frozen=True)
 class RunMember:
-    """This rank in the run."""
+    """Rank, world size and folder of this process in the run."""
 
     rank: int
     world: int
@@ -58,13 +58,13 @@ class RunMember:
 def seconds_between_reports(world: int, hang: float | None) -> float:
     """Return the seconds between two reports of a rank; `hang` is --hang-timeout.
 
-    A report is one operation of the store. All others are those of two ranks, which read, or of the end of a run.
+    A report is one operation of the store. All other operations come from the two ranks that read, or end a run.
     """
     return max(min(INTERVAL, hang / 10) if hang else INTERVAL, world / MOST_REPORTS)
 
 
 class Watchdog:
-    """Watches the thread that made it until `close`."""
+    """Watches the progress of the thread that created it, until `close`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Watchdog:
         memory: Callable[[], int] = lambda: 0,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        """Prepare to watch. `store` is torch's, by a connection of our own; `memory` returns the most bytes used."""
+        """Prepare to watch. `store` is torch's, on its own connection; `memory` returns the peak memory in bytes."""
         self.owns_folder = False  # whether this run has locked its folder: status.json may be another run's before
         self.table: Mapping[int, Report] = {}  # the latest reports, on ranks that read; replaced whole
         self._phases = phases
@@ -109,7 +109,7 @@ class Watchdog:
         self._steps.append(seconds)
 
     def close(self) -> None:
-        """Stop watching, and let the others know that this rank is done."""
+        """Stop watching, and publish that this rank has ended."""
         self._phases.enter(END)
         self._closed.set()
         self._thread.join(timeout=10)
@@ -133,7 +133,7 @@ class Watchdog:
             self._store.set(_key(self._member.rank), self._report(0.0).dumps())
 
     def _round(self, passed: float) -> dict[str, Any] | None:
-        """Publish a report; return the verdict, if there is one and this rank makes no progress or judges itself."""
+        """Publish a report; return the verdict if one exists and this rank makes no progress or is one that judges."""
         report = self._report(passed)
         self._store.set(_key(report.rank), report.dumps())
         if self._member.reads:
@@ -144,7 +144,7 @@ class Watchdog:
         return json.loads(self._store.get(_VERDICT)) if self._store.check([_VERDICT]) else None
 
     def _timeout(self) -> float:
-        """Return the seconds without progress that are a hang."""
+        """Return the seconds without progress that count as a hang."""
         return max(self._limits.timeout(list(self._steps)), _ROUNDS * self._interval)
 
     def _report(self, passed: float) -> Report:
@@ -176,7 +176,7 @@ class Watchdog:
         )
 
     def _read(self, passed: float) -> None:
-        """Read the reports of all ranks, once all have one; count for how long each has had no new one."""
+        """Read the reports of all ranks, once all have one; update the seconds since each rank's last new report."""
         keys = [_key(rank) for rank in range(self._member.world)]
         if not self.table and not self._store.check(keys):
             return
@@ -203,7 +203,7 @@ class Watchdog:
         self._store.compare_set(_VERDICT, "", json.dumps(verdict))  # the first of the two ranks that judge sets it
 
     def _finish(self, verdict: Mapping[str, Any]) -> None:
-        """Write the stacks, let the rank that found the hang say it, and end this process."""
+        """Write the stacks, let the rank that found the hang print its line, and end this process."""
         rank, folder = self._member.rank, self._member.run_dir / verdict["folder"]
         with contextlib.suppress(OSError):
             write_stacks(folder / f"rank-{rank}.txt", f"rank {rank}, {platform.node()}, {self._phases.now}\n")
@@ -254,7 +254,7 @@ _WAITS = (".wait(", ".synchronize(", ".tolist(", ".item(")
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Return where a thread is, as "all_reduce in distributed_c10d.py:2890 called by …", and whether it waits there for
+    """Return the place of a thread, as "all_reduce (…/distributed_c10d.py:2890) called by …", and whether it waits for
     other ranks; ("", False) for a thread that has ended.
     """
     frame = sys._current_frames().get(thread)
@@ -274,7 +274,7 @@ def place_of(thread: int) -> tuple[str, bool]:
 
 
 def processor_time(thread: int) -> int:
-    """Return the nanoseconds of processor time that a living thread has used: none is added while it waits."""
+    """Return the nanoseconds of processor time that a living thread has used: a waiting thread adds none."""
     return time.clock_gettime_ns(time.pthread_getcpuclockid(thread))
 
 

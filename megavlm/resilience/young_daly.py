@@ -14,7 +14,7 @@ LLAMA3_PER_GPU_HOUR = 466 / (54 * 24 * 16_384)
 
 @dataclass(frozen=True)
 class FailingJob:
-    """Seconds, but `gpus` and `rate`."""
+    """Failure and save parameters of a job, in seconds except `gpus` and `rate`."""
 
     gpus: int
     rate: float  # interruptions per GPU and hour
@@ -32,7 +32,7 @@ class FailingJob:
         """Return the seconds of training between saves that lose the least (Young; Daly, first order).
 
         Of each second, saves take stall / T. A failure, of which there are 1 / M per second, loses half an interval on
-        average, T / 2, and what does not depend on T. The derivative −stall / T² + 1 / (2 M) is zero at
+        average, T / 2, plus a time that does not depend on T. The derivative −stall / T² + 1 / (2 M) is zero at
         T = √(2 · stall · M).
         """
         return math.sqrt(2 * self.stall * self.between_failures)
