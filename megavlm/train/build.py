@@ -53,7 +53,7 @@ def build(config: Config, backend: Backend, *, began: float | None = None) -> Ru
     """Return a run that is ready for its next iteration; every rank calls this.
 
     `began` is when the program began, in seconds since 1970 (default: now). Raises UserError for a configuration that
-    cannot run. By then RUN_DIR and the demo's tokenizer may be written, because the plan depends on its size.
+    cannot run. By then RUN_DIR and the demo's tokenizer may be written: the plan depends on the tokenizer's size.
     """
     began = began or time.time()
     times = StartTimes(began)
@@ -100,7 +100,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     watch.starting("groups")
     groups = _groups(chosen.config, chosen.plan)
     write_files = partial(write_run_files, run_dir, chosen.given, chosen.plan, backend)
-    # A run that goes on keeps those of its last start until its checkpoint takes this one's options.
+    # A resumed run keeps the files of its last start until its checkpoint accepts the options of this start.
     on_rank_0(lambda: None if folders.checkpoints(run_dir / "checkpoints") else write_files())
     if dist.get_rank() == 0:
         announce(chosen.config, chosen.plan, backend, asked=chosen.asked, given=chosen.given)
@@ -147,10 +147,10 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The configuration of a run, and what follows from it before there are data."""
+    """The configuration of a run, with the source and plan derived from it before data are prepared."""
 
     asked: Config  # by the user, now
-    given: Config  # with what the run that goes on began with
+    given: Config  # with the options with which a resumed run was started
     config: Config  # with every default
     source: Source
     plan: Plan
@@ -190,7 +190,7 @@ def _restored(
     watch: Watch,
     write_files: Callable[[], None],
 ) -> tuple[Engine, Position, float]:
-    """Build the engine and load the newest checkpoint; return both, and when that began, in seconds since 1970."""
+    """Build the engine and load the newest checkpoint; return engine, position and the start of loading (Unix time)."""
     config, source = chosen.config, chosen.source
     run_dir, holds = Path(config.run.run_dir), Holds()
     watch.starting("model")
@@ -221,7 +221,7 @@ def _restored(
 
 
 def _timed(weights: WeightInit | None, watch: Watch) -> WeightInit | None:
-    """Return the same, as a part of the start of its own."""
+    """Wrap a weight loader so that its time counts as the part `weights` of the start."""
     if weights is None:
         return None
 

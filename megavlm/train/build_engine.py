@@ -52,7 +52,7 @@ def build_engine(
 ) -> Engine:
     """Build this rank's chunks, their optimizer and schedules; their weights come from `weights` or the seed.
 
-    `phases` are told what a step does.
+    `phases` records the phases of steps.
     """
     pipeline = pipeline_config(config, plan.dims)
     shards = shards_gradients(config)
@@ -134,7 +134,7 @@ class _EncoderModel:
         return cls(alone, spread, chunk.to(backend.device))
 
     def connect(self, config: Config, groups: Groups, optimizer: Any) -> tuple[ColocatedEncoder, Any]:
-        """Return the encoder's part of a step, and the optimizer joined with the encoder's if the encoder is trained.
+        """Return the encoder for steps, and the optimizer, chained with the encoder's if the encoder is trained.
 
         A frozen encoder has no gradient buffers and no optimizer state.
         """
@@ -147,7 +147,7 @@ class _EncoderModel:
 
 
 def _gradient_cache(config: Config, groups: Groups) -> GradientCache | None:
-    """Return what forms the loss of an objective over the whole batch; None for next-token prediction."""
+    """Return the gradient cache of an objective that embeds texts; None for all other objectives."""
     if not objective_of(config.model).embeds:
         return None
     model = config.model
@@ -170,7 +170,7 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
 
 
 def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimizer) -> None:
-    """Set the callbacks by which passes scale losses, reduces gradients and gathers parameters."""
+    """Set the callbacks with which passes scale losses, reduce gradients and gather parameters."""
     pipeline, chunks = schedule.config, schedule.chunks
     count_waits(chunks, schedule.phases)
     pipeline.grad_scale_func = optimizer.scale_loss

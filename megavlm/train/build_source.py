@@ -1,4 +1,4 @@
-"""Choose the source of a run's samples, and the size of its vocabulary."""
+"""Build the source of a run's samples and find the vocabulary size."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _of_extension(config: Config) -> Source:
 
 
 def vocab_size_of(config: Config) -> int:
-    """Return the number of tokens of the model: as given, or the tokenizer's.
+    """Return the model's vocabulary size: as configured, or the tokenizer's.
 
     Raises UserError if there is no tokenizer, if its tokens are more than the model has, or if synthetic samples are
     longer than a sequence.

@@ -34,7 +34,7 @@ from megavlm.train.run import Run
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """One pass of a layer: FLOPs of products and of attention, bytes touched, calls, and the seconds that it took."""
+    """One measured pass of a layer: FLOPs of matrix products and of attention, bytes touched, calls, and seconds."""
 
     products: float
     attention: float
@@ -49,7 +49,7 @@ Timed = tuple[list[TimedLayer], list[TimedLayer], float]  # of a model: forward,
 def measured_hardware(
     configs: Sequence[Config], backend: Backend, *, repeats: int, rounds: int, processes_per_node: int
 ) -> tuple[Hardware, str]:
-    """Return the profile of this machine by the layers of small models, and words on it; all ranks call it.
+    """Return the profile of this machine, measured on layers of small models, and a summary; all ranks call it.
 
     Medians over rounds cancel slow drifts of speed.
     """
@@ -208,17 +208,17 @@ def _gather_seconds(size: int, backend: Backend, *, repeats: int) -> float:
 def fit(samples: Sequence[TimedLayer], peak: float | None = None) -> Rates:
     """Return the rates, none negative, with the least squared error over the samples, each error² divided by the time.
 
-    Relative errors alone would let a norm count as much as the layers that a step consists of, absolute ones only the
-    largest layer.
+    With relative errors, a norm would count as much as the layers that dominate a step; with absolute errors, only the
+    largest layer would count.
 
-    Attention's two products are products, and what stands between them takes time of its own: a FLOP of attention costs
-    what a FLOP of products costs, and more. Without this, noise in small layers makes attention free.
+    Attention consists of two matrix products and operations between them that take extra time, so a FLOP of attention
+    costs at least as much as a FLOP of products. Without this constraint, noise in small layers makes attention free.
 
-    A FLOP costs at least what it does at the device's `peak`, in FLOP/s, where that is known: on a GPU, whose layers
-    touch memory in proportion to their products, the rest of the time would else explain all of it.
+    A FLOP costs at least its time at the device's `peak` (FLOP/s), if known. A GPU's layers touch memory in proportion
+    to their products, so that without this bound memory traffic could explain all of the time.
 
-    Four unknowns (seconds per FLOP of either, more of them per FLOP of attention, per byte, per call): every subset is
-    solved for and the best solution without negative numbers is taken, the non-negative least-squares solution.
+    The four unknowns are seconds per FLOP of either kind, extra seconds per FLOP of attention, per byte, and per call.
+    Every subset is solved; the best solution without negative numbers is the non-negative least-squares solution.
     """
     weights = np.array([s.seconds for s in samples]) ** -0.5
     least_flop = 0.0 if peak is None else 1 / peak
@@ -243,6 +243,6 @@ def fit(samples: Sequence[TimedLayer], peak: float | None = None) -> Rates:
 
 
 def predicted(sample: TimedLayer, rates: Rates) -> float:
-    """Seconds of a pass by these rates."""
+    """Return the predicted seconds of a pass at these rates."""
     memory_traffic = sample.traffic / rates.bandwidth + sample.calls * rates.overhead
     return sample.products / rates.matmul + sample.attention / rates.attention + memory_traffic

@@ -1,4 +1,4 @@
-"""Run training steps on a rank's chunks: forward, backward and update. A refused update leaves no trace."""
+"""Run training steps on a rank's chunks: forward, backward and update. A refused update counts as a batch left out."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from megavlm.train.step_result import StepResult, sum_over_ranks, update_biases
 
 @dataclass(frozen=True)
 class Histories:
-    """Copies of the histories of delayed FP8 scaling; without it, of nothing."""
+    """Copies of the FP8 histories of delayed scaling; empty without delayed scaling."""
 
     chunks: Sequence[Any]
     kept: dict[str, Tensor]
 
     @classmethod
     def of(cls, chunks: Sequence[Any]) -> Histories:
-        """Return copies of the present histories, made in one launch."""
+        """Copy the current histories in one kernel launch."""
         found = _histories(chunks)
         copies = [torch.empty_like(each) for each in found.values()]
         if copies:
@@ -44,7 +44,7 @@ class Histories:
         return cls(chunks, dict(zip(found, copies, strict=True)))
 
     def restore(self) -> None:
-        """Set the histories to the copies, and those that began since to what a history begins with."""
+        """Set the histories to the copies; set histories created since to their initial values."""
         for name, tensor in _histories(self.chunks).items():
             if name in self.kept:
                 tensor.copy_(self.kept[name])
@@ -53,14 +53,14 @@ class Histories:
 
 
 def _histories(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the live tensors by name; only with delayed scaling are all modules searched."""
+    """Return the histories' tensors by name; modules are searched only with delayed scaling."""
     scaled = [chunk for chunk in chunks if history_of(getattr(chunk, "module", chunk).run_config) is not None]
     return {name: tensor for chunk in scaled for name, tensor in histories(chunk).items()}
 
 
 @dataclass(frozen=True)
 class StateBeforeStep:
-    """Random generators, FP8 histories, and fp16's loss scale with its counters; no copy waits for the device."""
+    """Random states, FP8 histories, and fp16's loss scale with its counters; copying does not wait for the device."""
 
     random: dict[str, Any]
     histories: Histories
@@ -68,7 +68,7 @@ class StateBeforeStep:
 
     @classmethod
     def of(cls, chunks: Sequence[Any], optimizer: Any) -> StateBeforeStep:
-        """Return a copy of the present state."""
+        """Return a copy of the current state."""
         found = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
         scalers = [(scaler, scaler.state_dict()) for scaler in found if scaler is not None]
         return cls(random_states(), Histories.of(chunks), scalers)
@@ -99,7 +99,7 @@ class Engine:
     groups: Groups
     head_logits: HeadLogits | None = None  # with `--qk-clip`
     sequence_multiple: int = 1  # sequence lengths must be multiples of this
-    evaluates_averages: bool = False  # an evaluation is of averaged weights (`evaluation.eval_ema`)
+    evaluates_averages: bool = False  # evaluations use averaged weights (`evaluation.eval_ema`)
 
     def train_step(
         self,
@@ -111,7 +111,7 @@ class Engine:
     ) -> StepResult:
         """Run forward, backward and update on this rank's micro-batches of a global batch; return the results.
 
-        `counters` is called once the backward pass is under way; what it returns is summed over all ranks by the
+        `counters` is called once the backward pass is under way; its values are summed over all ranks by the
         step's one small all-reduce, which also sums the loss. `upcoming` are the micro-batches of the next step, whose
         images a frozen colocated encoder encodes during this step. If `judge` refuses the step, the run is as if its
         batch had been left out.
@@ -151,7 +151,7 @@ class Engine:
         )
 
     def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:
-        """Let an iteration pass without its batch; only the counters are summed."""
+        """Skip the batch of an iteration: advance the learning-rate schedule, and sum the counters over ranks."""
         self.scheduler.step(increment=1)
         forget_errors(self.model_chunks)
         result, _ = self._sums(self.schedule.no_totals(), None, counters)
@@ -169,9 +169,9 @@ class Engine:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Return a context without dropout, in which updated weights are gathered; all ranks enter it.
+        """Return a context for evaluation: no dropout, updated weights gathered; all ranks enter it.
 
-        It leaves no trace: random generators and FP8 histories are afterwards as they were.
+        Random states, FP8 histories and fp16's loss scale are restored afterwards.
         """
         before = StateBeforeStep.of(self.model_chunks, self.optimizer)
         gather_parameters(self.model_chunks)
@@ -201,7 +201,7 @@ class Engine:
             vars(chunk).clear()
 
     def trained(self) -> Trained:
-        """Return what a checkpoint saves of this rank, once updated weights are gathered; all ranks call it."""
+        """Gather updated weights, and return this rank's state for a checkpoint; all ranks call it."""
         gather_parameters(self.model_chunks)
         return Trained(wrapped=self.model_chunks, optimizer=self.optimizer, groups=self.groups)
 

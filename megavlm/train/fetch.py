@@ -1,4 +1,4 @@
-"""Bring the newest checkpoint of a store to a disk when a run starts: on a new machine, or from `--load URL`."""
+"""Download the newest checkpoint from an object store when a run starts (`--checkpoint-dir`, `--load URL`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megavlm.train.run_dir import configuration
 
 @dataclass(frozen=True)
 class Fetch:
-    """A place that has checkpoints, and the folder that the newest of them is to be copied to."""
+    """Source of a download of the newest checkpoint, and the target folder."""
 
     flag: str  # the option that names the place
     url: str
@@ -36,9 +36,9 @@ class Fetch:
 
 
 def fetch(config: Config, given: Config, run_dir: Path, phases: Phases) -> None:
-    """Copy what this run starts from to a disk, if that is in a store. Every rank calls it, and copies a part.
+    """Download the checkpoint from which this run starts, if it is in a store. Every rank calls it, and copies a part.
 
-    The options as `given` are written beside the copies of `--checkpoint-dir`.
+    The options as `given` are written to config.yaml in `--checkpoint-dir`.
     Raises UserError, StoreLost.
     """
     options = config.checkpoint
@@ -57,7 +57,7 @@ def fetch(config: Config, given: Config, run_dir: Path, phases: Phases) -> None:
 
 
 def _note_configuration(url: str, given: Config) -> UserError | None:
-    """Write config.yaml beside the copies, which shows that this may be done; return why it cannot be."""
+    """Write config.yaml to the store, which tests write access; return the error if it fails, else None."""
     try:
         store = Store.at(url)
         with_retries(lambda: store.write("config.yaml", configuration(given).encode()))
@@ -68,7 +68,7 @@ def _note_configuration(url: str, given: Config) -> UserError | None:
 
 
 def load_path(load: str, run_dir: Path) -> Path:
-    """Return the run or checkpoint on a disk that `--load` means; `fetch` copied that of a URL."""
+    """Return the local run or checkpoint of `--load`; for a URL, the folder into which `fetch` copied it."""
     if not is_url(load):
         return Path(load)
     folder = _download_of(run_dir, load)
@@ -81,7 +81,7 @@ def _download_of(run_dir: Path, url: str) -> Path:
 
 
 def _fetch(wanted: Fetch, phases: Phases) -> None:
-    """Copy the newest whole checkpoint, unless there is one that is as new. Each file is compared with its sum."""
+    """Copy the newest whole checkpoint, unless the disk has one that is as new. Each file's checksum is verified."""
     skipped: set[str] = set()
     while True:
         chosen = from_rank_0(partial(_choose, wanted, skipped), None)
@@ -106,7 +106,7 @@ def _fetch(wanted: Fetch, phases: Phases) -> None:
 def _choose(wanted: Fetch, skipped: set[str]) -> StoredCheckpoint | UserError | None:
     """Return the newest checkpoint that is newer than all whole ones on the disk; None if there is none.
 
-    An error is returned, since its type must reach all ranks.
+    An error is returned, not raised, so that its type reaches all ranks.
     """
     whole = [iteration for iteration, path in folders.complete(wanted.root) if manifest.first_look(path) is None]
     newest = max(whole, default=-1)

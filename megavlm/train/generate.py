@@ -1,4 +1,4 @@
-"""Greedy generation through the training pipeline, with a key/value cache: a token costs one position of the text."""
+"""Greedy generation through the training pipeline, with a key/value cache: each new token costs one position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megavlm.train.engine import Engine
 
 
 class GivenUp(Exception):
-    """The run was asked to stop, so no more tokens are generated. All ranks raise it in the same step."""
+    """Generation was aborted because the run was asked to stop. All ranks raise this error in the same step."""
 
 
 def generate(
@@ -32,9 +32,9 @@ def generate(
 ) -> list[list[int]]:
     """Return up to `max_new_tokens` tokens for each prompt, each the most likely next token; equal on all ranks.
 
-    An answer ends before the first token of `stop`. Each data-parallel rank takes every DP-th prompt. All ranks have as
-    many micro-batches, since sharded weights (ZeRO-3) are gathered by all of them for each pass, and a multiple of PP,
-    as the interleaved schedule requires: prompts are repeated until there are so many. The caller enters
+    An answer ends before the first token of `stop`. Each data-parallel rank takes every DP-th prompt. All ranks have
+    equally many micro-batches, because sharded weights (ZeRO-3) are gathered by all ranks for each pass. The number is
+    a multiple of PP, as the interleaved schedule requires; the first prompt is repeated to fill up. The caller enters
     `engine.evaluation()`. Raises GivenUp before another token if `give_up()` is true on any rank.
     """
     groups = engine.groups
@@ -71,9 +71,9 @@ def following_tokens(
     device: torch.device,
     choose: Callable[[Tensor], Tensor],
 ) -> Iterator[Tensor]:
-    """Yield the next token [B] of each prompt, up to `room` times: of a model that one process has as a whole.
+    """Yield the next token [B] of each prompt, up to `room` times, for a model that is whole in one process.
 
-    `logits` returns those [B, S, vocabulary] of a micro-batch, and `choose` a token for each row of [B, vocabulary].
+    `logits` returns a micro-batch's logits [B, S, vocabulary], and `choose` a token for each row of [B, vocabulary].
     """
     longest = max(len(prompt.tokens) for prompt in prompts)
     spec = replace(spec, seq_length=longest)
@@ -88,14 +88,14 @@ def following_tokens(
 
 
 def _prompts(samples: Sequence[Sample], spec: CollateSpec, *, room: int, device: torch.device) -> MicroBatch:
-    """Return a micro-batch of prompts with an empty cache that has room for so many positions of each."""
+    """Return a micro-batch of prompts with an empty cache for `room` positions per prompt."""
     last = torch.tensor([len(sample.tokens) - 1 for sample in samples]).to(device)
     batch = collate([[sample] for sample in samples], spec)
     return replace(batch, continuation=Continuation(KeyValueCache(room), torch.zeros_like(last), last))
 
 
 def _next_position(text: TextBatch, row: int) -> Tensor:
-    """Return the rotary position of the token that follows a prompt; with M-RoPE all three axes have the same."""
+    """Return the rotary position of the token that follows a prompt; with M-RoPE it is the same on all three axes."""
     length = text.lengths[row]
     return text.positions[..., row, length - 1].max() + 1
 
@@ -122,7 +122,7 @@ def _next(batch: MicroBatch, tokens: Tensor, places: Tensor, spec: CollateSpec, 
 
 
 def _next_tokens(engine: Engine, logits: Sequence[Tensor], *, count: int, never: Sequence[int]) -> list[int]:
-    """Return the most likely token after each of so many rows, on all pipeline stages.
+    """Return the most likely next token of each of `count` rows, on all pipeline stages.
 
     `never`, the tokens of images and videos, are masked out: generated text has no features.
     """
@@ -137,7 +137,7 @@ def _next_tokens(engine: Engine, logits: Sequence[Tensor], *, count: int, never:
 def _all_ended(
     chosen: Sequence[Sequence[int]], stop: Collection[int], device: torch.device, give_up: Callable[[], bool] | None
 ) -> bool:
-    """Return whether every answer, of all ranks, has a token of `stop`. Raises GivenUp."""
+    """Return whether every answer on every rank contains a token of `stop`. Raises GivenUp."""
     going = any(set(stop).isdisjoint(answer) for answer in zip(*chosen, strict=True))
     flags = torch.tensor([going, give_up is not None and give_up()], dtype=torch.int32, device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Choose and load what a run starts from: its newest checkpoint, that of `--load`, pretrained weights, or the seed."""
+"""Choose and load a run's initial state: its newest checkpoint, that of `--load`, pretrained weights, or the seed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from megavlm.train.fetch import load_path
 
 
 def choose_checkpoints(config: Config, run_dir: Path, holds: Holds) -> Choices:
-    """Return the checkpoints to start from: those of the run, else those of `--load`, else none. All ranks agree.
+    """Return the checkpoints to start from: the run's own, else those of `--load`, else none. Equal on all ranks.
 
-    Rank 0 holds them for all: no other run deletes them.
+    Rank 0 protects them for all ranks (`Holds`): no other run deletes them.
     """
 
     def choose() -> Choices:
@@ -59,7 +59,7 @@ def restore(
 ) -> state.Position:
     """Restore model, optimizer and data loader from the newest whole checkpoint, if there is one; return its position.
 
-    Newer ones of this run, which are damaged, are renamed: they must not outlive the ones that this run will save.
+    Newer checkpoints of this run, which are damaged, are renamed, so that they do not outlive those saved from now on.
     """
     if not choices.folders:
         return state.Position(iteration=0, loader={})
@@ -94,7 +94,7 @@ def restore(
 
 
 def _warn(run_dir: Path, text: str) -> None:
-    """Say on rank 0 that a checkpoint is not what it should be, in the run's history too."""
+    """Print a warning about a checkpoint on rank 0, and record it as an event `damage`."""
     if dist.get_rank() == 0:
         print(f"warning: {text}", flush=True)
         events.record(run_dir, "damage", reason=text)

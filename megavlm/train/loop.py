@@ -1,4 +1,4 @@
-"""Train: step after step, with the hooks around each, to the last iteration or a request to stop."""
+"""Run the training loop, with hooks around each step, to the last iteration or a request to stop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fit(run: Run, stop: StopRequest | None = None, *, explain: Callable[..., str
     `explain` (of `planner.auto`) returns one line on a lack of memory, which then ends the run as a UserError.
 
     Raises Stopped after a request, UserError if too many samples were skipped, data cannot be read or a user's callback
-    raised, each after a save; BadNumbers, without one, if too many steps in a row were bad or state that is to be saved
+    raised, each after a save; BadNumbers, without a save, if too many steps in a row were bad or the state to be saved
     is not finite.
     """
     stop = stop or StopRequest()
@@ -66,7 +66,7 @@ def fit(run: Run, stop: StopRequest | None = None, *, explain: Callable[..., str
 
 
 def _ended(run: Run, iteration: int) -> str:
-    """Return what a run that finished says; one that had nothing to do says why."""
+    """Return the last line of a finished run; if nothing was trained, it says why."""
     if run.position.iteration < run.config.train.train_iters:
         return "finished"
     length = "--epochs" if run.config.train.epochs is not None else "--train-iters"
@@ -92,7 +92,7 @@ def _out_of_memory(run: Run, explain: Callable[..., str]) -> UserError:
 
 
 def _train(run: Run, hooks: Hooks) -> tuple[int, BaseException | None]:
-    """Train and save; return the last iteration, and why it is not the run's last, equal on all ranks."""
+    """Train and save; return the last iteration, and the reason for an early end or None, equal on all ranks."""
     iteration, end = run.position.iteration, None
     for hook in hooks:
         hook.begin()
@@ -113,14 +113,14 @@ def _train(run: Run, hooks: Hooks) -> tuple[int, BaseException | None]:
 
 
 def _note(run: Run, kind: str, state: State, *, iteration: int, reason: str | None = None) -> None:
-    """Write an end of the run to its record of events and to status.json."""
+    """Write the end of the run to events.jsonl and status.json, on rank 0."""
     if run.progress is not None:
         events.record(run.run_dir, kind, iteration=iteration, reason=reason)
         write_status(run.run_dir, state, iteration=iteration, reason=reason)
 
 
 def close(run: Run, error: BaseException | None = None) -> None:
-    """Stop the data loader's workers, free the engine, tell the callbacks of the end (by an error, if there is one),
+    """Stop the data loader's workers, free the engine, call the callbacks' `on_stop` (with the error, if any),
     release the lock on the run folder, and stop watching.
     """
     run.watch.ending()

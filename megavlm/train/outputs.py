@@ -1,4 +1,4 @@
-"""Say what a run will do, open what rank 0 writes to while it trains, and note its start in RUN_DIR."""
+"""Announce a run, open the metric sinks and callbacks of rank 0, and record the start in RUN_DIR."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _METRICS = "metrics.jsonl"
 
 
 def announce(config: Config, plan: Plan, backend: Backend, *, asked: Config, given: Config) -> None:
-    """Print what the run begins with, its plan, and the defaults that it was not `asked` for; on rank 0.
+    """Print the start line of a run, its plan, its defaults that were not `asked` for, and hints; called on rank 0.
 
-    `given` are the options with those that the run goes on with.
+    `given` are the options including those of the run that is resumed.
     """
     first = start_line(config, continued=folders.newest(Path(config.run.run_dir) / "checkpoints"))
     lines = [first, table(plan, config), start_table(given, asked=asked), *hints(config, plan, backend)]
@@ -73,8 +73,8 @@ def hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
 def note_start(
     config: Config, run_dir: Path, iteration: int, *, world: int, seconds: float, load_seconds: float
 ) -> None:
-    """Write down that the run goes on after `iteration`, `seconds` after the program began, for `load_seconds` of which
-    the checkpoint was read. Call it before `outputs`, which drops the lost steps.
+    """Record that the run continues after `iteration`, `seconds` after the program began, including `load_seconds` for
+    reading the checkpoint. Call it before `outputs`, which drops the lost steps.
     """
     events.record(
         run_dir,
@@ -95,7 +95,7 @@ def callbacks_of(config: Config) -> list[Callback]:
 
 
 def outputs(config: Config, run_dir: Path, iteration: int) -> tuple[ProgressLine, list[Callback]]:
-    """Return the progress line, and all sinks and trackers of metrics, which go on after `iteration`."""
+    """Return the progress line, and all sinks and trackers of metrics, which continue after `iteration`."""
     progress = ProgressLine(config.train.train_iters, sys.stderr, log_interval=config.logging.log_interval)
     sinks: list[Callback] = [progress, JsonlSink(run_dir / _METRICS, resume_iteration=iteration)]
     if config.model.experts.num_experts:

@@ -1,4 +1,4 @@
-"""`Run`: everything that training needs, on this rank. `build.py` makes it, and `loop.close` ends it."""
+"""Define `Run`, all objects of a training run on this rank. `build.py` creates it, and `loop.close` closes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megavlm.train.uploads import Uploads
 
 @dataclass(frozen=True)
 class Run:
-    """What a run consists of on this rank."""
+    """All objects of a training run on this rank."""
 
     config: Config
     plan: Plan

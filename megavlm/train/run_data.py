@@ -1,4 +1,4 @@
-"""Prepare the data of a run on this rank: its length, its loaders, and the prompts that it answers."""
+"""Prepare a run's data on this rank: length in steps, loaders, held-out prompts and reference log-probabilities."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunData:
 def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend: Backend) -> tuple[Config, RunData]:
     """Return the configuration with the run's length in steps, and the data.
 
-    Rank 0 prepares them and says what there is; the others wait for it.
+    Rank 0 prepares the data and prints a summary; the other ranks wait for it.
     """
     rank = dist.get_rank()
     for each in config.data.datasets:  # each machine copies what is in a store before one waits for another
@@ -81,15 +81,15 @@ def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend:
 
 
 def check_references(run_dir: Path) -> None:
-    """Raise UserError if a run that goes on has lost its references: its weights are no longer those of its start."""
+    """Raise UserError if a resumed run lost its reference log-probabilities: only the initial weights give them."""
     if not (path := References(run_dir).path).exists():
         raise UserError(f"{path} is missing, which the first start wrote: put it back, or begin a new run (--run-dir)")
 
 
 def write_references(config: Config, plan: Plan, groups: Groups, backend: Backend, engine: Engine) -> None:
-    """Write the log-probability of each answer in the data by the model as it is now; every rank calls it.
+    """Write the log-probability of each answer in the data under the current model; every rank calls it.
 
-    It is a validation of all records, each read once. So no second model is in memory, then or later.
+    The pass is a validation over all records, each read once. So no second model is ever in memory.
     """
     run_dir, data = Path(config.run.run_dir), config.data
     references = References(run_dir)

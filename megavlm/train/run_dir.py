@@ -1,4 +1,4 @@
-"""Write what RUN_DIR holds beside metrics and checkpoints: the configuration, the plan, and where weights come from."""
+"""Write RUN_DIR's description of the run: configuration, plan, environment and Hugging Face sidecar files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megavlm.storage.hub import commit_of
 def make_run_dir(run_dir: Path) -> None:
     """Create RUN_DIR. Raises UserError if it cannot be created, or if its checkpoints are out of reach.
 
-    A run that finds none would begin anew, and drop its metrics.
+    A run that finds no checkpoints would begin anew, and drop its metrics.
     """
     checkpoints = run_dir / "checkpoints"
     if os.path.lexists(checkpoints) and not checkpoints.is_dir():

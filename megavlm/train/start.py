@@ -1,4 +1,4 @@
-"""Train a checked configuration in this process, or say what that would take (`--dry-run`). No torch at import."""
+"""Train a checked configuration in this process, or print the plan and estimates (`--dry-run`). No torch at import."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class StepResult:
     counters: tuple[float, ...]  # the caller's counters, summed over all ranks
     expert_loads: Mapping[int, LayerLoad]  # by language layer; empty without experts
     mtp_loss: float | None  # Σ of cross entropies of further tokens / trained tokens, mean over their layers
-    measures: Mapping[str, float]  # means of what the objective measures beside the loss
-    head_logits: tuple[float, ...]  # the largest of each head; empty without `--qk-clip`
+    measures: Mapping[str, float]  # means of the objective's further metrics
+    head_logits: tuple[float, ...]  # the largest logit of each head; empty without `--qk-clip`
     learning_rate: float = 0.0
     updated: bool = False  # False if the step did not change the weights
     refused: str | None = None  # why the judge refused the step
@@ -55,9 +55,9 @@ def sum_over_ranks(
     for the device. Return the results before the update, and the norm of the sums of gradients over tokens: None if
     fp16 overflowed.
 
-    The gradient norm of rank 0 counts, so that all ranks decide alike on it, whatever happens to their own. x − x is 0
-    of a number and NaN of all else: what is not finite on any rank is not finite in the sum. `logits`, which are the
-    same on all ranks, come to the host on the way.
+    All ranks use the gradient norm of rank 0, so that they take equal decisions. The other ranks add x − x, which is 0
+    for a finite number and NaN otherwise: a norm that is not finite on any rank is not finite in the sum. `logits`,
+    which are equal on all ranks, are copied to the host in the same transfer.
     """
     own = totals.new_zeros(()) if squared_norm is None else squared_norm
     shown = own if dist.get_rank() == 0 else own - own
@@ -115,7 +115,7 @@ class LayerLoad:
 
 
 def layer_loads(sums: Sequence[float], model: ModelConfig) -> dict[int, LayerLoad]:
-    """Return the loads by layer from what `Schedule.tallies` returns, [layers · (E + 2)], summed over all ranks."""
+    """Return the loads by layer from the sums of `Schedule.tallies`, [layers · (E + 2)], summed over all ranks."""
     width = model.experts.num_experts + 2
     rows = [sums[start : start + width] for start in range(0, len(sums), width)]
     return {
@@ -126,7 +126,7 @@ def layer_loads(sums: Sequence[float], model: ModelConfig) -> dict[int, LayerLoa
 
 
 def update_biases(routers: Sequence[Router], loads: Mapping[int, LayerLoad]) -> None:
-    """Let routers with a bias move it towards an even load."""
+    """Update the expert biases of routers towards an even load."""
     for router in routers:
         if router.expert_bias is not None:
             load = torch.tensor(loads[router.number].tokens, dtype=torch.float32)
@@ -134,7 +134,7 @@ def update_biases(routers: Sequence[Router], loads: Mapping[int, LayerLoad]) -> 
 
 
 def load_record(loads: Mapping[int, LayerLoad], model: ModelConfig, *, trained_tokens: int) -> dict[str, Value]:
-    """Return what the record of a step says of the experts; empty without experts.
+    """Return the experts' fields of a step's record; {} without experts.
 
     The losses are means over layers and trained tokens, without their coefficients.
     """

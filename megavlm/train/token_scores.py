@@ -1,7 +1,7 @@
 """Score held-out samples by the model: the log-probability of each trained token, its entropy, and the likeliest ones.
 
-Samples are those of the validation of a run (`ValidationHook`), so that any layout and packing has the same. Ranks of
-the last stage compute the scores, the rank that reads knows the samples, and rank 0 brings the two together.
+The samples are the run's validation samples (`ValidationHook`), so that any layout and packing gives the same. Ranks of
+the last stage compute the scores, the reader of each replica knows the samples, and rank 0 combines the two.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """The scores of a global batch on rank 0, none on other ranks, and the state of the data behind it."""
+    """The scores of a global batch on rank 0, none on other ranks, and the loader's state after the batch."""
 
     samples: tuple[tuple[str, str, TokenScores], ...]  # with the names of data set and record
     skipped: int
@@ -49,7 +49,7 @@ class ScoredBatch:
 
 
 def scored(config: Config, backend: Backend, *, top: int, state: LoaderState | None) -> Iterator[ScoredBatch]:
-    """Build the run of a configuration, and yield the scores of its validation samples, from a state on.
+    """Build the run of a configuration, and yield the scores of its validation samples, resumed from `state`.
 
     Every rank iterates to the end. Raises UserError for a run that cannot be built or a state of other data.
     """
@@ -62,7 +62,7 @@ def scored(config: Config, backend: Backend, *, top: int, state: LoaderState | N
 
 
 def scored_batches(run: Run, *, top: int, state: LoaderState | None = None) -> Iterator[ScoredBatch]:
-    """Yield the scores of the validation samples of a run, from a state on, with `top` likeliest tokens each."""
+    """Yield the scores of the validation samples of a run, resumed from `state`, with `top` likeliest tokens each."""
     loader, engine = run.validation_loader, run.engine
     assert loader is not None, "the run has validation samples"
     if state is not None:

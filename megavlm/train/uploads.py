@@ -1,6 +1,6 @@
-"""Keep the process that copies a run's checkpoints to `--checkpoint-dir`, and wait for it when the run ends.
+"""Manage the process that copies a run's checkpoints to `--checkpoint-dir`, and wait for it when the run ends.
 
-The process is started and not forked, because the libraries of stores use threads and connections that a fork breaks.
+The process is spawned and not forked, because the libraries of stores use threads and connections that a fork breaks.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _GRACE = 20.0  # seconds that a run which ends by an error leaves to a copy
 
 
 class Uploads:
-    """The process that copies checkpoints. Whatever happens to it, the run goes on."""
+    """Handle of the process that copies checkpoints. A failure of the process does not end the run's training."""
 
     def __init__(self, run_dir: Path, store: str, keep: Keep) -> None:
-        """Start the process on rank 0, which alone has one. Every rank makes one of these."""
+        """Start the process on rank 0 only; every rank must create an `Uploads`."""
         self._finished = False
         self._starts = 0
         self._job = {"run_dir": str(run_dir), "store": store, "keep": asdict(keep), "parent": os.getpid()}
         self._process: subprocess.Popen[str] | None = self._start() if dist.get_rank() == 0 else None
 
     def ensure(self) -> None:
-        """Start the process again if it died: it finds by itself what is to be copied."""
+        """Restart the process if it died; it finds the checkpoints to be copied by itself."""
         if self._process is not None and self._process.poll() is not None:
             self._process = self._start()
 
     def finish(self, phases: Phases) -> bool:
-        """Wait until all is copied that is to be; return whether it was. Every rank calls it; none waits for long.
+        """Wait until all checkpoints are copied; return whether they were. Every rank calls it; no rank blocks for long.
 
         A store that does not answer for ten minutes is given up.
         """
@@ -55,7 +55,7 @@ class Uploads:
         return status[0] == 0
 
     def close(self) -> None:
-        """End the process. What it has not copied it copies when the run goes on."""
+        """End the process. Checkpoints that are not copied yet are copied when the run resumes."""
         if self._process is None:
             return
         if not self._finished:
@@ -82,14 +82,14 @@ class Uploads:
         return process
 
     def _tell(self) -> None:
-        """Let the process end once all is copied."""
+        """Tell the process to end once all checkpoints are copied."""
         self._starts += 1
         if self._process is not None:
             self.ensure()
             self._write(self._process, FINISH)
 
     def _look(self, process: subprocess.Popen[str]) -> int | None:
-        """Return how the process ended, None while it runs. One that was killed is started again."""
+        """Return the exit status of the process, None while it runs. A process that was killed is restarted."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         status = process.poll()
