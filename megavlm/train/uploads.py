@@ -40,7 +40,7 @@ class Uploads:
             self._process = self._start()
 
     def finish(self, phases: Phases) -> bool:
-        """Wait until all checkpoints are copied; return whether they were. Every rank calls it; no rank blocks for long.
+        """Wait until all checkpoints are copied; return whether they were. Every rank calls it; none blocks for long.
 
         A store that does not answer for ten minutes is given up.
         """
