@@ -8,8 +8,8 @@ __version__ = "0.1.0"
 
 
 def _leave_out_the_working_directory() -> None:
-    """Take the working directory off `sys.path`, where Python puts it for `python -m megavlm…`: a `torch.py` beside
-    somebody's data would be imported in torch's place. A clone that is not installed is found there, and stays.
+    """Remove the working directory from `sys.path`, where Python puts it for `python -m megavlm…`: a `torch.py` next to
+    a user's data would be imported instead of torch. The directory stays if it is the clone that runs.
     """
     words = iter(_sys.orig_argv[1:])
     named = next((next(words, "") for word in words if _re.fullmatch(r"-[A-Za-z]*m", word)), "")

@@ -1,4 +1,4 @@
-"""`python -m megavlm`, as torchrun starts it: `torchrun --nproc-per-node 4 -m megavlm train …`."""
+"""Run `python -m megavlm`, also under torchrun: `torchrun --nproc-per-node 4 -m megavlm train …`."""
 
 from megavlm.programs.main import program
 

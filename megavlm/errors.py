@@ -1,4 +1,4 @@
-"""The exceptions whose message is shown to the user."""
+"""Define the exceptions that end a program with a message for the user and an exit status."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line that a terminal shows and does not obey: names from elsewhere may hold line breaks and
-    codes that clear the screen or set its title.
+    """Return a text as one line without control characters: names from files or the network may hold line breaks and
+    terminal codes that clear the screen or set its title.
     """
     line = " ".join(text.splitlines())
     return line if line.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
@@ -21,17 +21,17 @@ class UserError(ValueError):
         super().__init__("\n".join(map(one_line, re.split(r"\n(?=  )", str(message)))))
 
     status = 2
-    # Seconds that a rank of several waits before it ends. torchrun kills the others as soon as one ends: slower ranks
-    # get here meanwhile, so that the one that prints the line does so and each ends with its own status.
+    # Seconds that a rank of several waits before it exits. torchrun kills all ranks as soon as one exits: slower ranks
+    # get here meanwhile, so that the printing rank prints its line and each rank exits with its own status.
     wait = 4.0
 
 
 class RankError(UserError):
-    """A mistake that one rank finds alone, so that it is reported whatever the number of the rank."""
+    """A mistake that only one rank finds; that rank reports it, whatever its number."""
 
 
 class RanksMissing(RankError):
-    """Ranks did not find one another in time: another attempt may succeed, so the exit status is 1."""
+    """Rendezvous of the ranks timed out: another attempt may succeed, so the exit status is 1."""
 
     status = 1
 
@@ -49,17 +49,17 @@ class DeviceFault(BadNumbers):
 
 
 class StoreLost(UserError):
-    """An object store did not answer, or not as it should: another attempt may succeed, so the exit status is 1."""
+    """An object store did not answer, or answered wrongly: another attempt may succeed, so the exit status is 1."""
 
     status = 1
 
 
 class ScratchLost(UserError):
-    """A disk that holds a running step's state failed or is full. The exit status is 1: checkpoints are whole."""
+    """A disk that holds a running step's state failed or is full. The exit status is 1; checkpoints are intact."""
 
     status = 1
 
 
 class Stopped(Exception):
-    """A run that ended before its last iteration because it was asked to. The message says by what; the exit status is
-    75, and the same command continues the run."""
+    """A run that ended before its last iteration because of a stop request. The message names its source; the exit
+    status is 75, and the same command continues the run."""

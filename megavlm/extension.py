@@ -1,4 +1,4 @@
-"""What an extension is made of: import it from here ([docs](../docs/extensions.md))."""
+"""Export the names that extensions import from megavlm ([docs](../docs/extensions.md))."""
 
 # ruff: noqa: F401 (extensions import these names from here)
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Write files. No other module opens one for writing (`tests/unit/test_files.py` has the exceptions, with reasons).
 
-In a folder that this program keeps, somebody else may have put a link, a FIFO or a device where a file goes: a link is
-replaced or refused but never followed, the others are refused. A file that the user names is written where it leads to,
-and into what is there if that is no regular file, as /dev/null.
+In a folder that this program keeps, another user may have put a link, a FIFO or a device in place of a file. A link is
+replaced or refused but never followed; a FIFO or device is refused. For a file that the user names, links are followed,
+and a path that is no regular file, such as /dev/null, is written to.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OPENED = re.compile(r"/dev/std(?:out|err)|(?:/dev/fd|/proc/self/fd)/(\d+)")  # 
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file of a folder of ours, whole or not at all: a reader sees the one before or the new one.
+    """Replace a file in a folder of this program atomically: a reader sees the old file or the new one.
 
-    A link is replaced. Characters that UTF-8 does not have become question marks. Raises OSError, also for what is
-    there and is neither a file nor a link.
+    A link is replaced. Characters that UTF-8 does not have become question marks. Raises OSError, also
+    if the path is neither a file nor a link.
     """
     _refuse_special(path)
     temporary = path.with_name(f".{secrets.token_hex(6)}.tmp")
@@ -44,17 +44,17 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def open_new(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a new file of a folder of ours for writing, in place of a file or link of its name. Raises OSError."""
+    """Create a file in a folder of this program and open it for writing; replace a file or link. Raises OSError."""
     _refuse_special(path)
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb", buffering=buffering)
 
 
 def open_to_append(path: Path, *, buffering: int = 0) -> BinaryIO:
-    """Open a file of a folder of ours, made where there is none, to write to its end; unless it is buffered, each write
-    goes to the system at once, so that lines of several processes do not mix.
+    """Open a file in a folder of this program to append, and create it if missing. Unless the file is buffered, each
+    write goes to the system at once, so that lines of several processes do not mix.
 
-    Raises OSError for a link and for what is no regular file.
+    Raises OSError for a link and for anything but a regular file.
     """
     _refuse_special(path)
     if path.is_symlink():
@@ -64,15 +64,15 @@ def open_to_append(path: Path, *, buffering: int = 0) -> BinaryIO:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a regular file to a new one in a folder of ours. Raises OSError."""
+    """Copy a regular file to a new file in a folder of this program. Raises OSError."""
     with open_regular(source) as reading, open_new(target) as writing:
         shutil.copyfileobj(reading, writing)
 
 
 def copy_files(source: Path, target: Path, *, suffixes: tuple[str, ...] | None = None) -> None:
-    """Copy the regular files of a folder, those with one of `suffixes` if given, into a folder that is made.
+    """Copy the regular files of a folder, only those with one of `suffixes` if given, to `target`, which is created.
 
-    Raises Escapes for a link that leads out of `source`. What is no file is left out.
+    Raises Escapes for a link that leads out of `source`. Anything but a file is left out.
     """
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -81,10 +81,10 @@ def copy_files(source: Path, target: Path, *, suffixes: tuple[str, ...] | None =
 
 
 def write_out(option: str, path: Path, content: str | bytes) -> None:
-    """Write the file that an option names. Folders that it lies in are made.
+    """Write the file that an option names. Parent folders are created.
 
-    A link leads to the file, which is replaced whole; what is no regular file (a device, a FIFO with a reader,
-    /dev/stdout) gets the content. Raises UserError, which names the option.
+    A link is followed, and the file is replaced atomically. If the path is no regular file (a device, a FIFO with a
+    reader, /dev/stdout), the content is written to it. Raises UserError, which names the option.
     """
     try:
         real = Path(os.path.realpath(path))
@@ -108,8 +108,8 @@ def write_out(option: str, path: Path, content: str | bytes) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise UserError where a folder cannot be written: something else has its name, it is a URL, or nothing can be
-    made there.
+    """Raise UserError if a folder cannot be written: its path is no folder, it is a URL, or nothing can be created
+    in it.
     """
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"{option} {path} is no folder: name another")
@@ -122,7 +122,7 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def unwritable(run_dir: Path, error: OSError) -> UserError:
-    """Return the mistake of a --run-dir that cannot be written; it names the file that is in the way, if one is."""
+    """Return the error for a --run-dir that cannot be written; it names the file that is in the way, if any."""
     name = error.filename
     if isinstance(name, str) and Path(name) != run_dir and os.path.lexists(name):
         return UserError(

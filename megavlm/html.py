@@ -1,4 +1,4 @@
-"""Put pages together: HTML that needs no script, font, other file or network, for light and dark screens."""
+"""Build HTML pages that need no script, font, other file or network, for light and dark screens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COLOURS = 12  # --source-0 and so on of page.css
 
 
 def colour(place: int) -> str:
-    """Return the colour of what has this place on a page, as CSS."""
+    """Return the CSS colour number `place` of the page's palette."""
     return f"var(--source-{place % _COLOURS})"
 
 
 def dot(place: int) -> str:
-    """Return a dot in the colour of what has this place on a page."""
+    """Return a dot in colour number `place` of the page's palette."""
     return f'<i class="dot" style="background:{colour(place)}"></i>'
 
 
@@ -64,7 +64,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, numbers: Iterab
 
 
 def picture(pixels: NDArray[np.uint8], *, side: int) -> str:
-    """Return an image [height, width, 3] as an <img> that holds its bytes, reduced to `side` pixels at most."""
+    """Return an image [height, width, 3] as an <img> with embedded bytes, reduced to `side` pixels at most."""
     height, width = pixels.shape[:2]
     image = Image.fromarray(pixels)
     image.thumbnail((side, side))

@@ -1,4 +1,4 @@
-"""JSON from folders that others may have changed: read within bounds, and checked for types and ranges before use."""
+"""Read JSON from untrusted folders within size limits, and check types and ranges of its values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_json(file: Path, *, at_most: int = LARGEST) -> dict[str, Any]:
 
 
 def read_own(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a small file of a run; an empty one where there is none, or something else."""
+    """Return the JSON object in a small file of a run; {} if the file is missing or holds anything else."""
     with suppress(UserError):
         return read_json(file, at_most=2**20)
     return {}
@@ -36,7 +36,7 @@ def read_own(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a value of a JSON file must be: `words` for messages, and how to tell."""
+    """A constraint on a JSON value: its description in `words`, for messages, and the test `fits`."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -46,14 +46,14 @@ class Expected:
 
 
 def whole(low: int, high: int) -> Expected:
-    """A whole number between two bounds, which are in the range."""
+    """Return the constraint of a whole number in [low, high]."""
     return Expected(
         f"a whole number from {low} to {high}", lambda value: _is_number(value, int) and low <= value <= high
     )
 
 
 def number(low: float, high: float) -> Expected:
-    """A finite number between two bounds, which are in the range."""
+    """Return the constraint of a finite number in [low, high]."""
     return Expected(
         f"a number from {low:g} to {high:g}",
         lambda value: _is_number(value, int, float) and low <= value <= high,  # NaN is not
@@ -61,7 +61,7 @@ def number(low: float, high: float) -> Expected:
 
 
 def listed(of: Expected, fewest: int, most: int) -> Expected:
-    """A list of so many values of one kind."""
+    """Return the constraint of a list of `fewest` to `most` values that fit `of`."""
     how_many = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     return Expected(
         f"a list of {how_many} times {of.words}",
@@ -70,7 +70,7 @@ def listed(of: Expected, fewest: int, most: int) -> Expected:
 
 
 def mapped(of: Expected) -> Expected:
-    """An object whose values are all of one kind."""
+    """Return the constraint of an object whose values all fit `of`."""
     return Expected(
         f"an object, each value {of.words}",
         lambda value: isinstance(value, Mapping) and all(map(of.fits, value.values())),
@@ -87,7 +87,7 @@ OBJECT = Expected("an object", lambda value: isinstance(value, Mapping))
 
 
 def check(values: Mapping[str, Any], expected: Mapping[str, Expected], where: str) -> None:
-    """Raise UserError for the first value that is not what `expected` says of its key; null counts as absent."""
+    """Raise UserError for the first value that violates its key's constraint in `expected`; null counts as absent."""
     for name, kind in expected.items():
         value = values.get(name)
         if value is not None and not kind.fits(value):

@@ -1,4 +1,4 @@
-"""Files that data names: they lie in its folder, are regular files, and are no larger than expected."""
+"""Open files named by data safely: within its folder, regular, and no larger than expected."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Escapes(ValueError):
 
 
 def inside(folder: Path, name: str, *, directory: bool = False) -> Path:
-    """Return `folder`/`name` for a plain name of a regular file in it. Raises Escapes; OSError where it is not there.
+    """Return `folder`/`name` for a plain name of a regular file in it. Raises Escapes; OSError if missing.
 
-    A name with a directory in it is refused, and so is a link that leads out of `folder`; those of a download cache of
-    Hugging Face lead to its own blobs. With `directory` it is a folder in `folder`, in place of a file.
+    A name with a directory in it is refused, and so is a link that leads out of `folder`, except links of a Hugging
+    Face download cache to its own blobs. With `directory`, the name must be a folder in `folder`, not a file.
     """
     path = folder / plain(name)
     if path.is_symlink() and not any(_real(path).is_relative_to(home) for home in _homes(folder)):
@@ -32,7 +32,10 @@ def inside(folder: Path, name: str, *, directory: bool = False) -> Path:
 
 
 def _homes(folder: Path) -> Iterator[Path]:
-    """Yield where links in `folder` may lead: models--…/snapshots/REVISION/FILE is a link to models--…/blobs/HASH."""
+    """Yield the allowed targets of links in `folder`.
+
+    In a Hugging Face cache, models--…/snapshots/REVISION/FILE is a link to models--…/blobs/HASH.
+    """
     real = _real(folder)
     yield real
     if real.parent.name == "snapshots":
@@ -44,7 +47,7 @@ def _real(path: Path) -> Path:
 
 
 def plain(name: str) -> str:
-    """Return a name that has no directory in it and is none. Raises Escapes for any other."""
+    """Return `name` if it is a plain file name, without a directory. Raises Escapes for any other."""
     try:
         length = len(os.fsencode(name))
     except UnicodeEncodeError:  # half of a character, as JSON may write it
@@ -55,7 +58,7 @@ def plain(name: str) -> str:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for what is no regular file: to open a FIFO waits for ever, a device has no end."""
+    """Raise OSError unless a path is a regular file: opening a FIFO waits for ever, and a device has no end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is no regular file")
 
@@ -79,14 +82,14 @@ def read_bytes(path: Path, *, at_most: int) -> bytes:
 
 @dataclass(frozen=True)
 class FileRange:
-    """The bytes [start, start + length) of a file. It is pickled with the record that names it."""
+    """The bytes [start, start + length) of a file. The range is pickled with its record."""
 
     path: Path
     start: int
     length: int
 
     def open(self) -> io.BufferedReader:
-        """Return the bytes as a file that can be read and searched. Raises OSError if the file is not there."""
+        """Open the bytes as a readable and seekable file. Raises OSError if the file is not there."""
         file = open_regular(self.path, buffering=0)
         read = lambda buffer, at: os.preadv(file.fileno(), [buffer], self.start + at)  # noqa: E731
         return io.BufferedReader(_Section(self.length, read, file.close))
@@ -96,7 +99,7 @@ class FileRange:
 
 
 def as_file(content: memoryview) -> io.BufferedReader:
-    """Return bytes as a file that can be read and searched; they are not copied."""
+    """Return bytes as a readable and seekable file, without a copy."""
 
     def read(buffer: memoryview, at: int) -> int:
         buffer[:] = content[at : at + len(buffer)]

@@ -1,4 +1,4 @@
-"""Say how this program was started, and what starts another, in the words that a user types."""
+"""Return the names under which commands of this program are shown to the user and started."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _SCRIPTS = {"train": "pretrain_vlm.py", "prepare": "tools/prepare_data.py", "pre
 
 
 def started_as(command: str) -> str:
-    """Return the name under which a running command speaks: that of the clone's script, or `megavlm COMMAND`."""
+    """Return the name of a running command for messages: the clone's script, or `megavlm COMMAND`."""
     script = Path(_SCRIPTS.get(command, f"tools/{command}.py")).name
     return script if Path(sys.argv[0]).name == script else f"megavlm {command}"
 
 
 def program(command: str) -> str:
-    """Return what starts a command: `megavlm plan`, say; `python -m megavlm plan` where the running one began so."""
+    """Return the command line of a command, such as `megavlm plan`, or `python -m megavlm plan` if started that way."""
     return f"{'python -m ' if sys.argv[0].startswith('python -m megavlm') else ''}megavlm {command}"

@@ -1,9 +1,9 @@
-"""Give the whole Hugging Face tensors of a model in training, without files: weights for a server of answers.
+"""Gather the Hugging Face tensors of a model in training, without files, to update an inference server.
 
-`Weights` has the names, types and shapes of the tensors that an export of a checkpoint of now would have, and yields
-these tensors with the same bytes, whatever the layout. Ranks describe what they hold as boxes of global tensors, as
-checkpoints do (`parallel/shards.py`), and a sum of the bytes of all ranks, of which one holds each box and the others
-zeros, puts a bucket of tensors together. A rank needs the memory of one bucket beyond that of training.
+`Weights` has the names, types and shapes of the tensors that an export of a checkpoint taken now would have, and
+yields these tensors with the same bytes, whatever the layout. Ranks describe their shards as boxes of global tensors,
+as checkpoints do (`parallel/shards.py`). A bucket of tensors is assembled by an all-reduce of bytes: one rank
+contributes each box, and the others zeros. A rank needs the memory of one bucket beyond that of training.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LiveRecords:
     """Reads rows of the weights that the ranks of a run hold, at full precision. All ranks make the same calls."""
 
     def __init__(self, trained: Trained) -> None:
-        """Let the ranks tell each other which weights they hold."""
+        """Exchange over all ranks which weights each rank holds."""
         self._trained = trained
         self.device = next(chunk.device for chunk in trained.chunks)
         self._bucket: dict[Rows, Tensor] = {}
@@ -78,7 +78,7 @@ class LiveRecords:
             assert sum(sources) == math.prod(stored.shape), f"ranks hold {sources} elements of {key}: {stored.shape}"
 
     def verify(self, keys: Iterable[str]) -> None:
-        """Gather tensors that `read` is asked for next: what a rank has in memory cannot be damaged."""
+        """Gather tensors for the next calls of `read`. Tensors in memory need no check for damage."""
         self.gather([Rows(key, 0, self.stored[key].shape[0]) for key in keys])
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
@@ -86,7 +86,7 @@ class LiveRecords:
         return self._bucket[Rows(key, start, stop)]
 
     def gather(self, wanted: Sequence[Rows], types: Sequence[torch.dtype] | None = None) -> None:
-        """Make these rows, rounded to `types` (default: fp32), the bucket. All ranks call it."""
+        """Gather these rows, rounded to `types` (default: fp32), as the new bucket. All ranks call it."""
         self._bucket = {}  # before there is memory for another one
         if not wanted:
             return
@@ -125,7 +125,7 @@ class LiveRecords:
                 yield from layout.parts(local_part(weights))
 
     def _model(self) -> Iterator[tuple[ShardedTensor, torch.dtype]]:
-        """Yield what this rank holds of all weights of the model, and their type in it."""
+        """Yield this rank's shards of all weights of the model, with their dtypes in the model."""
         for chunk in self._trained.chunks:
             for box in chunk.shards():
                 yield box, getattr(chunk, "dtype", box.dtype)
@@ -158,8 +158,8 @@ class Weights:
     """The Hugging Face tensors of a run: `metadata` describes them, and an iteration yields each with its name.
 
     All ranks iterate together, after any step, and each gets all tensors, on its device and in the order of `metadata`.
-    Adapters are merged, or with `adapters` they are all that is given, under PEFT's names. `parts` (of `vision`,
-    `projector`, `language`) leaves the weights of others out, such as those of a tower that is not trained.
+    Adapters are merged; with `adapters`, only the adapters are yielded, under PEFT's names. `parts` (of `vision`,
+    `projector`, `language`) excludes the weights of other parts, such as a frozen tower.
 
         weights = Weights(run.engine.trained(), run.config, run.run_dir)
     """
@@ -177,7 +177,7 @@ class Weights:
         """Find out which rank holds what; every rank calls this.
 
         A bucket has at most `bucket_bytes`, or one weight of the model. Raises UserError for a run that an export
-        would not give one folder of.
+        would not write as one folder.
         """
         found = sidecars(run_dir)
         if set(found) != {""}:
@@ -226,7 +226,7 @@ class Weights:
         return replace(source, table={key: rule for key, rule in source.table.items() if part_of(key) in self._parts})
 
     def _beside(self, source: Exported) -> list[str]:
-        """Return the names of the tensors of no weight of the model, which an export gives back as they came."""
+        """Return the names of source tensors that are no weight of the model; an export copies them unchanged."""
         if set(self._parts) != set(ALL_PARTS):
             return []
         made = {name for rule in source.table.values() for name in rule.hf_names}

@@ -1,11 +1,11 @@
-"""Find in the environment which of how many processes and machines this is, whatever started them. No torch.
+"""Read rank, world size and node number of this process from the variables of any launcher. Without torch.
 
-torchrun and clusters that follow its names say it in RANK, WORLD_SIZE and LOCAL_RANK, SLURM's srun and MPI's launchers
-in variables of their own. A process that did not look would train alone, as rank 0 of one, beside all the others.
+torchrun and clusters that follow its names set RANK, WORLD_SIZE and LOCAL_RANK; SLURM's srun and MPI's launchers set
+variables of their own. A process that ignored them would train alone as rank 0 of 1, like each of the others.
 
-Where a platform starts one program on each machine, `node_of` says which of them this is: Vertex AI describes all
-replicas of a job in CLUSTER_SPEC; an Indexed Job of Kubernetes numbers its pods in JOB_COMPLETION_INDEX. Neither knows
-of processes: each machine starts its own (`megavlm.programs.launch.node`). Format of CLUSTER_SPEC:
+Where a platform starts one program on each machine, `node_of` returns this machine's number: Vertex AI describes all
+replicas of a job in CLUSTER_SPEC; an Indexed Job of Kubernetes numbers its pods in JOB_COMPLETION_INDEX. Neither sets
+ranks of processes: each machine starts its own (`megavlm.programs.launch.node`). Format of CLUSTER_SPEC:
 https://cloud.google.com/vertex-ai/docs/training/distributed-training
 """
 
@@ -26,7 +26,7 @@ _SLURM_PORTS = range(15_000, 30_000)  # below those that Linux gives to outgoing
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of a run. Rank 0 listens at `address` and `port` for the others."""
+    """Rank, world size and rendezvous of this process. Rank 0 listens at `address` and `port` for the others."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,7 +36,7 @@ class World:
     port: int = _PORT
 
     def environment(self) -> dict[str, str]:
-        """Return the variables in which torchrun would say the same."""
+        """Return the same values as torchrun's environment variables."""
         local = {} if self.local_world_size is None else {"LOCAL_WORLD_SIZE": str(self.local_world_size)}
         return local | {
             "RANK": str(self.rank),
@@ -48,7 +48,7 @@ class World:
 
 
 class _Launcher(NamedTuple):
-    """The names under which a launcher tells a process its place."""
+    """The names of a launcher's variables for ranks and sizes."""
 
     rank: str
     world_size: str
@@ -68,7 +68,7 @@ _LAUNCHERS = (
 
 
 def world_of(environment: Mapping[str, str]) -> World:
-    """Return this process's place in the world that its environment describes; a world of one where it says nothing.
+    """Return this process's rank and world from the environment; a world of one if no launcher's variables are set.
 
     Raises UserError, in one line, if a variable is missing or is no number.
     """
@@ -87,7 +87,7 @@ _REMEDY = "start the program by torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK an
 
 
 def _alone(environment: Mapping[str, str]) -> World:
-    """Return a world of one. Raises UserError where something says that there are others."""
+    """Return a world of one. Raises UserError if the environment indicates other processes or machines."""
     for each in _LAUNCHERS:
         if each is _SRUN or environment.get(each.world_size) == "1":
             continue
@@ -112,7 +112,7 @@ def _local_size(environment: Mapping[str, str], launcher: _Launcher) -> int | No
 
 
 def _tasks_of(node: int, text: str) -> int | None:
-    """Return the count of a node in SLURM's notation: 4 of the node 2 in "8(x2),4"; None if it is not there."""
+    """Return the count of a node in SLURM's notation: 4 of the node 2 in "8(x2),4"; None if the text lacks it."""
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
@@ -158,7 +158,7 @@ _TRAINING = ("workerpool0", "workerpool1")  # pool 2 has Vertex AI's reducers, p
 
 @dataclass(frozen=True)
 class Node:
-    """This machine among all machines of a job. Machine 0 listens at `address` and `port` for the others."""
+    """Number and rendezvous of this machine in a job. Machine 0 listens at `address` and `port` for the others."""
 
     number: int = 0
     nodes: int = 1
@@ -167,7 +167,7 @@ class Node:
 
 
 def node_of(environment: Mapping[str, str]) -> Node:
-    """Return this machine's place in the job that its environment describes; the only one where it says nothing.
+    """Return this machine's number in the job from the environment; a single machine if no variables are set.
 
     Raises UserError, in one line, if a variable is missing, is malformed, or contradicts another.
     """
@@ -227,7 +227,7 @@ def _given_port(environment: Mapping[str, str]) -> int | None:
 
 
 def whole_number(environment: Mapping[str, str], name: str) -> int:
-    """Return the whole number in a variable. Raises UserError where there is none."""
+    """Return the whole number in a variable. Raises UserError if it holds none."""
     text = environment.get(name, "")
     if not text.isdecimal():
         raise UserError(f"{name}={text!r} must be a whole number")
