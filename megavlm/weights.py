@@ -174,7 +174,7 @@ class Weights:
         adapters: bool = False,
         bucket_bytes: int = 2**30,
     ) -> None:
-        """Find out which rank holds what; every rank calls this.
+        """Find out which rank holds which weights; every rank calls this.
 
         A bucket has at most `bucket_bytes`, or one weight of the model. Raises UserError for a run that an export
         would not write as one folder.

@@ -165,7 +165,7 @@ class ColocatedEncoder:
         self.encoder.reduce()
 
     def with_own_images(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return micro-batches that hold all images of a step with only those that this rank encodes."""
+        """Return micro-batches with only the images that this rank encodes, given all images of a step."""
         chosen = self._assignment.own([batch.image_sizes for batch in batches], rank=self._groups.replica_rank)
         return [
             replace(batch, images=_images_of(batch).select(mask)) for batch, mask in zip(batches, chosen, strict=True)

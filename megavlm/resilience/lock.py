@@ -130,7 +130,7 @@ def _lock(file: int) -> bool:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Return whether a path leads to an open file; true if that cannot be told. Nothing is opened: see `_lock`."""
+    """Return whether a path leads to an open file; True if unknown. No file is opened: see `_lock`."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
@@ -157,7 +157,7 @@ def _is_alive(path: Path, owner: dict[str, Any], *, kernel_holds: bool) -> bool:
 
 
 def _touched(path: Path) -> int:
-    """Return when the owner touched the lock; opened anew, so that a network file system asks its server."""
+    """Return when the owner touched the lock. The file is reopened, so that a network file system asks its server."""
     file = os.open(path, os.O_RDONLY)
     try:
         return os.fstat(file).st_mtime_ns

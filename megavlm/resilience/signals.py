@@ -60,8 +60,8 @@ class StopRequest:
             self._phase = "closing"
 
     def ask(self, reason: str, *, warning: bool) -> None:
-        """Request a stop. A request within 5 s of the first counts as the same, and so does the first signal after a
-        scheduler's warning. Any other second request ends the process at once.
+        """Request a stop. A request within 5 s of the first counts as the same, and so does the first request without
+        `warning` after one with it. Any other second request ends the process at once.
         """
         with self._lock:
             now = time.monotonic()

@@ -151,7 +151,7 @@ class Engine:
         )
 
     def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:
-        """Skip the batch of an iteration: advance the learning-rate schedule, and sum the counters over ranks."""
+        """Skip the batch of an iteration: advance the learning rate, clear compression residuals, sum the counters."""
         self.scheduler.step(increment=1)
         forget_errors(self.model_chunks)
         result, _ = self._sums(self.schedule.no_totals(), None, counters)

@@ -85,7 +85,7 @@ def _finish_uploads(run: Run) -> bool:
 
 
 def _out_of_memory(run: Run, explain: Callable[..., str]) -> UserError:
-    """Return an error that says what takes this rank's memory, and which setting takes less."""
+    """Return an error that names the largest uses of this rank's memory, and a setting that needs less."""
     on_gpu = not run.backend.is_cpu
     capacity = torch.cuda.get_device_properties(run.backend.device).total_memory if on_gpu else None
     return UserError(explain(run.config, run.plan.dims, rank=dist.get_rank(), on_gpu=on_gpu, capacity=capacity))

@@ -1,4 +1,4 @@
-"""Count what a step trains on, sum its numbers over all ranks before the update, and return its results."""
+"""Count a step's tokens and images, sum its numbers over all ranks before the update, and return the results."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class RankHook(StepHook[Step]):
         return end
 
     def leave(self) -> None:
-        """Release what the hook holds after training has ended, also by an error."""
+        """Release the hook's resources after training has ended, also after an error."""
 
 
 @dataclass

@@ -88,7 +88,7 @@ class SkippedSamples(RankHook):
     """Counts the samples read and skipped per step, and writes this rank's skipped samples to RUN_DIR/skipped."""
 
     def __init__(self, run: Run, tally: Tally, *, keeps: Callable[[int], bool]) -> None:
-        """`keeps` returns whether there will be a checkpoint to go on from if the run ends after an iteration."""
+        """`keeps` returns whether a checkpoint to resume from will exist if the run ends after an iteration."""
         self._run, self._tally, self._keeps = run, tally, keeps
 
     def measure(self, step: Step) -> Mapping[str, Value]:
