@@ -1,4 +1,4 @@
-"""What a model reads: images as patches and tiles, as its processor prepares them, and micro-batches.
+"""Inputs of a model: image and video processors, which produce tiles and patches, and micro-batches.
 
-`megavlm.families.processor_from` reads a model's own options.
+`megavlm.families.processor_from` reads the processor options of a model folder.
 """

@@ -1,4 +1,4 @@
-"""Samples that cannot be used: the error, its reasons and remedies, and the summary of what was skipped."""
+"""Unusable samples: the exception `BadSample`, its reasons and remedies, and a summary of skipped samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megavlm.program import program
 
 
 class Reason(StrEnum):
-    """Why a sample is skipped; the value is the name in metrics."""
+    """Reasons for which a sample is skipped; each value is the reason's name in metrics."""
 
     # the record
     NOT_A_RECORD = "not_a_record"  # invalid JSON, or unexpected fields
@@ -36,7 +36,7 @@ class Reason(StrEnum):
 
 
 class BadSample(ValueError):
-    """Raised for a sample that cannot be used, with the reason."""
+    """Exception for an unusable sample, with the reason and details."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {one_line(detail)}")
@@ -50,7 +50,7 @@ class BadSample(ValueError):
 
 @dataclass(frozen=True)
 class Skipped:
-    """A skipped sample; with `partly`, the sample is trained on except for some of its turns."""
+    """A skipped sample. With `partly`, only some turns are skipped and the others are trained on."""
 
     label: str  # as in `train.jsonl:18`
     source: str
@@ -78,13 +78,13 @@ REMEDIES: dict[Reason, str] = {
 
 @dataclass
 class SkipSummary:
-    """Counts skipped samples by reason and keeps an example of each."""
+    """Counts skipped samples by reason and keeps one example per reason."""
 
     counts: Counter[Reason] = field(default_factory=Counter)
     examples: dict[Reason, str] = field(default_factory=dict)
 
     def add(self, skipped: Iterable[Skipped]) -> SkipSummary:
-        """Add samples that are skipped as a whole; return self."""
+        """Add the samples that were skipped entirely, and return self."""
         for skip in skipped:
             if not skip.partly:
                 self.counts[skip.reason] += 1
@@ -92,7 +92,7 @@ class SkipSummary:
         return self
 
     def merged(self, others: Iterable[SkipSummary]) -> SkipSummary:
-        """Return the summary of this and the other ranks' samples."""
+        """Return the sum of this summary and those of other ranks."""
         found = SkipSummary(Counter(self.counts), dict(self.examples))
         for other in others:
             found.counts += other.counts
@@ -100,7 +100,7 @@ class SkipSummary:
         return found
 
     def message(self, remedies: Mapping[Reason, str] = REMEDIES) -> str:
-        """Return the commonest reason with its number, an example, and the remedy."""
+        """Return a message with the most frequent reason, its count, an example and the remedy."""
         most = max(self.counts.values())
         reason = min(reason for reason, count in self.counts.items() if count == most)
         remedy = remedies.get(reason, _LOOK.format(preview=program("preview")))

@@ -1,8 +1,8 @@
-"""`MicroBatch`: its text, the sizes of its images, and the patches of those images that this rank encodes.
+"""`MicroBatch`: text, image sizes, and the patches of the images that this rank encodes; also the key/value cache.
 
 Legend: B sequences, S positions per sequence, N images, P patches, D values of a patch (channels × patch side²),
-F image features, each of which takes the place of one image token. Of cached keys and values: L positions that there
-is room for, G key/value heads, E head width.
+F image features, each of which replaces one image token. Of the key/value cache: L positions of capacity,
+G key/value heads, E head width.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _ROUTE = ("patch_rows", "sent", "received")  # tensors of `DealtImages`
 class ImageSizes:
     """The sizes of N images, in the order of their image tokens.
 
-    A model of tiled images (`arch/image_tokens.py`) has one grid per tile; `tile_groups` are the tiles of an image.
+    For models that tile images (`arch/image_tokens.py`), `grids` has one grid per tile, and `tile_groups` groups the
+    tiles by image.
     """
 
     grids: tuple[tuple[int, int], ...] = ()  # (rows, columns) in patches of each image, or of each tile
@@ -48,7 +49,7 @@ class ImageSizes:
         return tokens_per_image(self.grids, self.tile_groups, projector)
 
     def split(self) -> list[ImageSizes]:
-        """Return the sizes of each image."""
+        """Return one `ImageSizes` per image."""
         if not self.tile_groups:
             return [ImageSizes((grid,)) for grid in self.grids]
         bounds = pairwise(accumulate((group.tiles for group in self.tile_groups), initial=0))
@@ -67,7 +68,7 @@ class ImageSizes:
 
 
 def join_sizes(sizes: Sequence[ImageSizes]) -> ImageSizes:
-    """Return the sizes of all images, in order."""
+    """Concatenate the sizes of several groups of images, in order."""
     return ImageSizes(
         grids=tuple(grid for each in sizes for grid in each.grids),
         tile_groups=tuple(group for each in sizes for group in each.tile_groups),
@@ -85,13 +86,13 @@ class ImageBatch:
     vision_group: dist.ProcessGroup | None = None
 
     def split(self) -> list[ImageBatch]:
-        """Return each image; its patches are a view."""
+        """Return one `ImageBatch` per image, whose patches are a view of this batch's."""
         sizes = self.sizes.split()
         patches = self.patches.split([each.num_patches for each in sizes])
         return [ImageBatch(size, part) for size, part in zip(sizes, patches, strict=True)]
 
     def select(self, chosen: Mask) -> ImageBatch:
-        """Return a copy of the images that are True in `chosen` [N]."""
+        """Return a batch of the images that are True in `chosen` [N]; their patches are copied."""
         return ImageBatch(self.sizes.select(chosen), self.patches[torch.from_numpy(self.sizes.patch_rows(chosen))])
 
 
@@ -128,18 +129,18 @@ class TextBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of positions that are not padding."""
+        """Return the number of tokens without padding."""
         return sum(self.lengths)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by field, without fields that are None."""
+        """Return the tensors by field name, without fields that are None."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, eq=False)
 class LocalFeatures:
-    """The features of a colocated encoder that belong to this tensor-parallel rank's part of the sequences."""
+    """Features from a colocated encoder for the sequence-parallel part of the text on this tensor-parallel rank."""
 
     positions: Tensor  # [F'] int64: those of `TextBatch.feature_positions` that lie in this rank's part
     values: Tensor | None  # [F', 1 + DeepStack layers, Hl] on the device; None on ranks without the embedding
@@ -147,7 +148,7 @@ class LocalFeatures:
 
 @dataclass(frozen=True, eq=False)
 class DealtImages:
-    """Which images a context-parallel rank encodes, and how their features become those of its part of the text."""
+    """Images assigned to a context-parallel rank, and the all-to-all that sends features to the ranks that use them."""
 
     patch_rows: Tensor  # [P'] int64: which of all patches are of its images
     num_features: int  # of its images
@@ -159,27 +160,27 @@ class DealtImages:
 
 @dataclass(frozen=True, eq=False)
 class ContextPart:
-    """What a context-parallel rank knows of whole rows, while `MicroBatch.text` has its part of them alone.
+    """Data of whole rows on a context-parallel rank, whose `MicroBatch.text` has only its part of each row.
 
-    Whole remain `cu_seqlens`, `lengths`, `prefixes` and `row_counts` of `TextBatch`, too.
+    In `TextBatch`, `cu_seqlens`, `lengths`, `prefixes` and `row_counts` still describe whole rows.
     """
 
-    tokens: Tensor  # [B, S] int64: those of whole rows
+    tokens: Tensor  # [B, S] int64: tokens of whole rows
     image_sizes: ImageSizes  # of all images of the text
     images: DealtImages | None = None  # None if a colocated encoder has encoded them
 
 
 class KeyValueCache:
-    """What this rank's language layers keep of B rows: keys and values, [B, L, G, their width] of each layer."""
+    """Key/value cache of this rank's language layers for B rows: keys and values [B, L, G, width] of each layer."""
 
     def __init__(self, length: int) -> None:
-        """Give every row room for `length` positions; memory is taken when a layer first adds something."""
+        """Set the capacity to `length` positions per row; a layer's memory is allocated at its first `add`."""
         self.length = length
         self._kept: dict[object, tuple[Tensor, Tensor]] = {}
         self._states: dict[object, tuple[Tensor, Tensor]] = {}
 
     def add(self, layer: object, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep keys and values [B, S, G, width] of a layer at `places` [B, S] of each row; return all of its rows."""
+        """Store a layer's keys and values [B, S, G, width] at `places` [B, S]; return the layer's whole cache."""
         if layer not in self._kept:
             keys, values = (each.new_zeros(len(each), self.length, *each.shape[2:]) for each in (key, value))
             self._kept[layer] = keys, values
@@ -189,19 +190,19 @@ class KeyValueCache:
         return self._kept[layer]
 
     def state(self, layer: object) -> tuple[Tensor, Tensor] | None:
-        """Return the last inputs and the state that a layer of linear attention keeps; None before its first pass."""
+        """Return the cached last inputs and recurrent state of a linear attention layer; None before its first pass."""
         return self._states.get(layer)
 
     def keep_state(self, layer: object, state: tuple[Tensor, Tensor]) -> None:
-        """Keep the last inputs and the state of a layer of linear attention."""
+        """Cache the last inputs and the recurrent state of a linear attention layer."""
         self._states[layer] = state
 
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """How the rows of a pass go on from those before: S positions of row b follow its first `starts[b]` ones.
+    """Position of a pass in the key/value cache: its S tokens of row b follow `starts[b]` cached positions.
 
-    Behind a row's last real position of the pass, at `last[b]` < S, comes padding, which the next pass overwrites.
+    `last[b]` < S is the last token of row b in this pass. Padding follows it, which the next pass overwrites.
     """
 
     cache: KeyValueCache
@@ -209,19 +210,19 @@ class Continuation:
     last: Tensor  # [B] int64, on the device
 
     def advanced(self) -> Continuation:
-        """Return the continuation for one more token of each row."""
+        """Return the continuation for the next pass, which has one token per row."""
         return replace(self, starts=self.starts + self.last + 1, last=torch.zeros_like(self.last))
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One micro-batch of a data-parallel rank. All ranks of a model replica have the same `text` and `image_sizes`,
-    until `context_parts.part_of` leaves each context-parallel rank its part of the text.
+    until `context_parts.part_of` reduces the text to the part of each context-parallel rank.
     """
 
     text: TextBatch
     image_sizes: ImageSizes  # of all images of the text; of those that this rank encodes where they are dealt
-    images: ImageBatch | None = None  # those that this rank encodes; None on a rank without vision layers
+    images: ImageBatch | None = None  # the images that this rank encodes; None on a rank without vision layers
     features: LocalFeatures | None = None  # set once a colocated encoder has run
     continuation: Continuation | None = None  # set while answers are generated
     context: ContextPart | None = None  # None: the text is of whole rows
@@ -235,7 +236,7 @@ class MicroBatch:
 
     @property
     def num_features(self) -> int:
-        """Return the number of features of the images that this rank encodes if the encoder is in the pipeline."""
+        """Return how many features this rank's images have, if the vision encoder is in the pipeline."""
         dealt = None if self.context is None else self.context.images
         return self.text.feature_positions.numel() if dealt is None else dealt.num_features
 
@@ -245,9 +246,9 @@ class MicroBatch:
         return self.text.tokens if self.context is None else self.context.tokens
 
     def host_tensors(self) -> dict[str, Tensor]:
-        """Return, by name, the tensors that the data loader makes on the host and that layers read on the device.
+        """Return, by name, the tensors to copy from the host to the device.
 
-        Equal rows of positions are reduced to one, so this is meant for a batch on the host.
+        Equal rows of positions are reduced to one if the batch is on the host.
         """
         found = self.text.tensors()
         found.pop("cu_seqlens", None)
@@ -263,7 +264,7 @@ class MicroBatch:
         return found
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> MicroBatch:
-        """Return the micro-batch with copies of the tensors that `host_tensors` names."""
+        """Return a micro-batch in which `tensors`, by the names of `host_tensors`, replace the present ones."""
         images, features, context = self.images, self.features, self.context
         if images is not None:
             images = replace(images, patches=tensors.get("patches", images.patches))
@@ -280,13 +281,13 @@ class MicroBatch:
         return replace(self, text=text, images=images, features=features, context=context)
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """Return a copy on another device; what the host reads stays on the host, so that it never waits."""
+        """Return a copy on `device`. `cu_seqlens`, which the host reads, stays on the host to avoid synchronisation."""
         tensors = self.host_tensors().items()
         return self.with_tensors({name: tensor.to(device, non_blocking=True) for name, tensor in tensors})
 
 
 def _distinct_rows(positions: Tensor) -> Tensor:
-    """Return one row of positions if all are equal, as those of unpadded text are. Compared on the host only."""
+    """Return one row of positions if all rows are equal, as in unpadded text; on the device return them unchanged."""
     several = positions.shape[-2] > 1
     if several and positions.device.type == "cpu" and bool((positions == positions[..., :1, :]).all()):
         return positions[..., :1, :]

@@ -1,4 +1,4 @@
-"""Describe an image or a video before its pixels are read: tiles, image tokens and the text that replaces it."""
+"""Layout of an image or a video, known before its pixels are read: tiles, image tokens and prompt text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megavlm.arch.image_tokens import TileGroup
 
 @dataclass(frozen=True)
 class Tile:
-    """One input of the vision tower: sides in pixels, grid in patches.
+    """Size of one input of the vision tower: sides in pixels, grid in patches.
 
     Patches start at the top left. If the patch size does not divide a side (384 = 27 × 14 + 6), the last pixels belong
     to no patch, as in the strided convolution of the reference.
@@ -24,8 +24,8 @@ class Tile:
 class Prompt:
     """The text that replaces an image: texts[0], runs[0] image tokens, texts[1], runs[1] image tokens, …, texts[-1].
 
-    Each image token receives one feature, in order. `number` is the token's in the vocabulary, if it is not the image
-    token: some models have one of its own for videos.
+    Each image token receives one feature, in order. `number` is the token's id in the vocabulary, if it differs from
+    the image token: some models have a separate video token.
     """
 
     token: str
@@ -43,10 +43,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Film:
-    """The frames that are taken of a video. As many of them as a patch spans make a group, which has one grid."""
+    """Frames sampled from a video. Each group of as many frames as a patch spans has one grid of patches."""
 
-    frames: tuple[int, ...]  # their numbers in the clip, rising
-    seconds: tuple[float, ...]  # when each of them is shown
+    frames: tuple[int, ...]  # frame numbers in the clip, ascending
+    seconds: tuple[float, ...]  # timestamp of each frame
     # Time of each group in the steps of M-RoPE, from 0 on, if the groups' tokens follow one another; () if each group
     # is an image among text.
     moments: tuple[int, ...] = ()
@@ -54,9 +54,9 @@ class Film:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tiles and the text of one image of `size` (height, width), or the groups of frames and the text of a video.
+    """Tiles and text of one image of `size` (height, width), or frame groups and text of a video.
 
-    `arrangement` is the (rows, columns) of tiles that the enlarged image is cut into, (0, 0) if it is not cut. Some
+    `arrangement` is the (rows, columns) of tiles that the resized image is cut into, (0, 0) if it is not cut. Some
     families add a tile with the whole image. `tiles` are in the order of their pixels in the batch.
     """
 
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:
-        """Return how features become image tokens, in models that join tiles (`arch/image_tokens.py`)."""
+        """Return the tile groups of an image or a video, for models that join tiles (`arch/image_tokens.py`)."""
         if self.film is None:
             return (TileGroup(self.arrangement, self.size),)
         frame = TileGroup(self.arrangement, self.size, "frame")

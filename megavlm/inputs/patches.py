@@ -1,4 +1,4 @@
-"""Images as patches, and the patches of several frames as one."""
+"""Cut images into normalised patches, and join the patches of several video frames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megavlm.inputs.layout import Film
 
 
-_TOGETHER = 256  # patches that are normalised at once: what they need stays in a core's cache
+_TOGETHER = 256  # patches that are normalised at once, few enough to stay in a core's cache
 
 
 def patchify(
@@ -36,7 +36,7 @@ def patchify(
 
 
 def cells_of(image: NDArray[Any], patch_size: int) -> NDArray[Any]:
-    """Return the patches [rows·columns, C, p·p], row-major, of an image [height, width, C]."""
+    """Return the unnormalised patches [rows·columns, C, p·p], row-major, of an image [height, width, C]."""
     height, width, channels = image.shape
     rows, columns = grid_of(height, width, patch_size)
     cells = image.reshape(rows, patch_size, columns, patch_size, channels)
@@ -46,8 +46,8 @@ def cells_of(image: NDArray[Any], patch_size: int) -> NDArray[Any]:
 def normalised(
     frames: Sequence[NDArray[Any]], span: int, *, mean: float | Sequence[float], std: float | Sequence[float]
 ) -> Tensor:
-    """Return the patches [groups·P, C·span·p·p], float32, that span `span` frames each, from the cells of each frame
-    [P, C, p·p]; the last frame fills the last group.
+    """Join the patches [P, C, p·p] of `span` consecutive frames and normalise: [groups·P, C·span·p·p], float32. The
+    last group is completed by repeating the last frame.
 
     Within a patch the order is (channel, frame, row, column), as in a flattened Conv3d weight. Normalisation is
     (x / 255 − mean) / std of bytes and (x − mean) / std of other numbers, with one mean and std or one per channel. It
@@ -72,7 +72,7 @@ def normalised(
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """An image of known size whose pixels are rendered on demand.
+    """An image of known size, rendered on demand.
 
     `render` is a pure function that returns the pixels [height, width, channels] as bytes.
     """
@@ -94,7 +94,7 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class LoadedImage:
-    """An image or a video whose patches have been read."""
+    """An image or a video with its patches in memory."""
 
     grids: tuple[tuple[int, int], ...]
     pixels: Tensor  # [P, D] patches of all grids

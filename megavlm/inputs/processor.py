@@ -1,8 +1,7 @@
 """`Processor`: prepare images for a model. `layout` computes sizes, `views` pixels, `tiles` patches.
 
-A processor is frozen and has no state, so threads and workers can share it. Families that cut images into tiles in
-their own way have a subclass in their file (`megavlm/families`); resizing, normalisation and patches are the same for
-all.
+A processor is frozen and stateless, so threads and workers can share it. Families with a tiling rule of their own have
+a subclass in their file (`megavlm/families`); resizing, normalisation and patches are the same for all.
 """
 
 from __future__ import annotations
@@ -48,18 +47,21 @@ class Processor(ABC):
     image_token: str = "<image>"
     fast: bool = False  # resize with torch: some values in a million are off by two, see `resize`
     video: VideoProcessor | None = None  # None: the model's videos are not known here
-    vision_input: VisionInput = RGB  # what files hold, and the channels that the model sees of it
+    vision_input: VisionInput = RGB  # the content of files, and the channels that the model gets
 
     @abstractmethod
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
-        """Return tiles and prompt of an image of this size, without its pixels. Raises BadSample for unusable sizes."""
+        """Return the tiles and the prompt of an image from its size alone. Raises BadSample for unusable sizes."""
 
     @abstractmethod
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
-        """Return the pixels of the tiles of `layout`, in its order: [height, width, C], before normalisation."""
+        """Return the pixels [height, width, C] of each tile, in the order of `layout`, before normalisation."""
 
     def numbered(self, layout: Layout, number: int) -> Layout:
-        """Return the layout of image `number` (from 0) of a sample, or of its video: some models write the number."""
+        """Return the layout with the image's `number` in the sample (from 0), for models that write it in the prompt.
+
+        Videos are numbered likewise.
+        """
         return layout
 
     def tiles(self, pixels: Pixels, *, images: int = 1) -> list[Tensor]:
@@ -85,9 +87,9 @@ class Processor(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(Processor):
-    """Keeps an image in one piece (CLIP, SigLIP, LLaVA-1.5).
+    """Processor that does not tile images (CLIP, SigLIP, LLaVA-1.5).
 
-    The image is resized to `size`, or so that its shorter side is `edge`. It may be padded to a square before
+    The image is resized to `size`, or so that its shorter side is `edge`. Optionally it is padded to a square before
     (`pad_to_square`) or cropped to `crop` afterwards.
     """
 
@@ -114,7 +116,7 @@ class Whole(Processor):
 
 
 def cut(picture: Pixels, arrangement: Size) -> list[Pixels]:
-    """Return equal tiles of an image, row by row, as views of the same memory."""
+    """Cut an image into a grid of equal tiles; return them row by row, as views of the same memory."""
     rows, columns = arrangement
     height, width = picture.shape[0] // rows, picture.shape[1] // columns
     return [
@@ -125,19 +127,19 @@ def cut(picture: Pixels, arrangement: Size) -> list[Pixels]:
 
 
 def center_crop(picture: Pixels, size: Size) -> Pixels:
-    """Return the centre of an image; black is added if it is smaller than `size`, an odd row above, a column left."""
+    """Crop the centre of an image; pad a smaller image with black, an odd row at the top, an odd column at the left."""
     top, left = (picture.shape[0] - size[0]) // 2, (picture.shape[1] - size[1]) // 2
     inside = picture[max(top, 0) :, max(left, 0) :][: size[0], : size[1]]
     return pasted(inside, size, at=(max(-top, 0), max(-left, 0)))
 
 
 def pad_evenly(picture: Pixels, size: Size) -> Pixels:
-    """Return the image centred on black; an odd row of padding is below it, an odd column right of it."""
+    """Pad an image with black to `size`, centred; an odd row is at the bottom, an odd column at the right."""
     return pasted(picture, size, at=((size[0] - picture.shape[0]) // 2, (size[1] - picture.shape[1]) // 2))
 
 
 def pad_to_square(picture: Pixels, mean: tuple[float, ...]) -> Pixels:
-    """Return the image centred on a square of the mean colour; odd padding is below it or right of it."""
+    """Pad an image with the mean colour to a square, centred; the odd row or column is at the bottom or the right."""
     size = squared(picture.shape[:2])
     at = (size[0] - picture.shape[0]) // 2, (size[1] - picture.shape[1]) // 2
     # Channels that are made of the tile have means of their own behind those of its colours.
@@ -147,7 +149,7 @@ def pad_to_square(picture: Pixels, mean: tuple[float, ...]) -> Pixels:
 
 
 def pasted(picture: Pixels, size: Size, *, at: Size, colour: tuple[float, ...] = (0,)) -> Pixels:
-    """Return a canvas of `size` in one colour with the image at (top, left) `at`; the image itself if it has `size`."""
+    """Paste an image at (top, left) `at` on a canvas of `size` in one colour; return an image of `size` as it is."""
     height, width = picture.shape[:2]
     if (height, width) == size:
         return picture
@@ -158,14 +160,14 @@ def pasted(picture: Pixels, size: Size, *, at: Size, colour: tuple[float, ...] =
 
 
 def squared(size: Size) -> Size:
-    """Return the smallest square that holds an image of `size`. Raises BadSample if it is too large."""
+    """Return the size of the smallest square around an image of `size`. Raises BadSample if it is too large."""
     return holdable(size, (max(size), max(size)))
 
 
 def holdable(size: Size, picture: Size) -> Size:
-    """Return `picture`, the size to which an image of `size` is resized.
+    """Return `picture`, the size to which an image of `size` is resized or padded.
 
-    Raises BadSample if that is too large: a line of 1×10000 pixels would need gigabytes.
+    Raises BadSample if `picture` is too large: a line of 1×10000 pixels would need gigabytes.
     """
     if picture[0] * picture[1] > MOST_PIXELS:
         raise BadSample(

@@ -1,8 +1,8 @@
-"""`ProcessorReader`: how `preprocessor_config.json` of one image processor class of Transformers becomes a `Processor`.
+"""`ProcessorReader`: build a `Processor` from the `preprocessor_config.json` of a Transformers image processor class.
 
-`VideoReader` does so for `video_preprocessor_config.json`. Defaults are those of the class that the file names. Nothing
-is guessed: an unknown size is an error.
-`OPTIONS` has the types of options, and ranges far beyond any model of today.
+`VideoReader` reads `video_preprocessor_config.json`. Defaults are those of the class that the file names. Nothing is
+guessed: an unknown size is an error.
+`OPTIONS` has the types of options, and ranges far beyond any present model.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class ProcessorReader:
     """Reads the options of an image processor class.
 
     Args:
-        classes: names that the class has in files, without "ImageProcessor", "Fast" and the like.
-        defaults: the class's own options, which files leave out.
-        build: (options, model, fields that all processors share) → the processor.
-        model_types: models alone whose folders it reads, where they name another family's class; default: of all.
+        classes: names of the class in files, without "ImageProcessor", "Fast" and similar endings.
+        defaults: the class's default options, which files leave out.
+        build: (options, model, fields common to all processors) → the processor.
+        model_types: the only model types that it reads, if they share a class name with another family; default: all.
     """
 
     classes: tuple[str, ...]
@@ -101,7 +101,7 @@ class ProcessorReader:
     model_types: tuple[str, ...] = ()
 
     def read(self, given: Json, model: ModelConfig, *, fast: bool) -> Processor:
-        """Return the processor that the options `given` describe. Raises UserError for what is not supported."""
+        """Build the processor that the options `given` describe. Raises UserError for unsupported options."""
         options = _filled(given, self.defaults, _IMAGES)
         return self.build(options, model, {**_shared(options, model), "fast": fast})
 
@@ -111,11 +111,11 @@ class VideoReader:
     """Reads the options of a video processor class.
 
     Args:
-        classes: names that the class has in files, without "VideoProcessor".
-        model_types: models whose videos it prepares where no file names a class.
-        defaults: the class's own options, which files leave out.
-        usual: frames of a video where the file does not say how many.
-        build: (options, model, fields that all processors share) → the processor; None if the model has no videos.
+        classes: names of the class in files, without "VideoProcessor".
+        model_types: model types for which it is used if no file names a class.
+        defaults: the class's default options, which files leave out.
+        usual: default frame budget, for options that the file leaves out.
+        build: (options, model, fields common to all processors) → the processor; None if the model has no videos.
     """
 
     classes: tuple[str, ...]
@@ -125,8 +125,8 @@ class VideoReader:
     build: Callable[[Json, ModelConfig, dict[str, Any]], VideoProcessor | None]
 
     def read(self, given: Json, model: ModelConfig) -> VideoProcessor | None:
-        """Return the processor that the options `given` describe: those of a video processor, or of an image processor
-        in its place, as in Transformers. Raises UserError for what is not supported.
+        """Build the video processor that the options `given` describe. In place of video options, they may be those of
+        an image processor, as in Transformers. Raises UserError for unsupported options.
         """
         options = _filled(given, self.defaults, _VIDEOS)
         usual = replace(
@@ -138,7 +138,7 @@ class VideoReader:
 
 
 def _filled(given: Json, defaults: Json, file: str) -> Json:
-    """Return the options of a file with the defaults of its class. Raises UserError for what is not supported."""
+    """Return the options of a file, completed by its class's defaults. Raises UserError for unsupported options."""
     options = {**defaults, **{key: value for key, value in given.items() if value is not None}}
     check(options, OPTIONS, file)
     for option in ("do_resize", "do_rescale", "do_convert_rgb"):
@@ -150,7 +150,7 @@ def _filled(given: Json, defaults: Json, file: str) -> Json:
 
 
 def _shared(options: Json, model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that all processors share."""
+    """Return the fields common to all image and video processors."""
     normalise = options.get("do_normalize", True)
     return {
         "patch_size": model.vision.patch_size,
@@ -162,7 +162,7 @@ def _shared(options: Json, model: ModelConfig) -> dict[str, Any]:
 
 
 def build_whole(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Whole:
-    """Return a processor that keeps an image in one piece."""
+    """Build a processor that does not tile images."""
     size = options["size"]
     edge = size["shortest_edge"] if has_only(size, "shortest_edge") else size if isinstance(size, int) else None
     return Whole(
@@ -174,13 +174,13 @@ def build_whole(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Wh
 
 
 def video_class_of(options: Json) -> str | None:
-    """Return the short name of the class of video processors that a file names, if it does."""
+    """Return the short name of the video processor class that a file names; None if it names none."""
     name = options.get("video_processor_type")
     return name.removesuffix("VideoProcessor") if isinstance(name, str) else None
 
 
 def class_of(preprocessor_config: Json) -> tuple[str, Json]:
-    """Return the short name of the class that the file names, and its options; newer files nest them."""
+    """Return the short name of the image processor class in a file, and its options, which newer files nest."""
     given = preprocessor_config.get("image_processor", preprocessor_config)
     if not isinstance(given, Mapping):
         raise UserError("image_processor in processor_config.json is no object: correct it, or copy the file again")
@@ -196,7 +196,7 @@ def has_only(size: Any, *names: str) -> bool:
 
 
 def sides(size: Any, name: str) -> Size:
-    """Return (height, width) of a size that is written as one number, two numbers or a mapping."""
+    """Parse a size, written as one number, two numbers or a mapping, as (height, width). Raises UserError."""
     match size:
         case int():
             found = size, size
@@ -214,14 +214,14 @@ def sides(size: Any, name: str) -> Size:
 
 
 def square(size: Size, name: str) -> int:
-    """Return the side of a square size. Raises UserError for any other."""
+    """Return the side of a square size. Raises UserError if the size is not square."""
     if size[0] != size[1]:
         raise UserError(f"{name} in preprocessor_config.json must be square, and is {size[0]}×{size[1]}")
     return size[0]
 
 
 def require_model_value(options: Json, name: str, expected: int) -> None:
-    """Refuse an option of the file that contradicts the model."""
+    """Raise UserError if an option of the file contradicts the model's config."""
     if options.get(name, expected) != expected:
         raise UserError(
             f"{name} {options[name]} in preprocessor_config.json is not the model's, {expected} in config.json: "

@@ -1,12 +1,13 @@
-"""Resize images as Pillow does, bit for bit; or, on request, almost so at three times the speed.
+"""Resize images, bit-exact with Pillow, or with torch at three times the speed and nearly the same values.
 
 Pillow resamples one axis, rounds to bytes, and resamples the other, with weights of 22 bits. torch does the same with
-vector instructions and weights of 15 bits. One pass of it is always within one grey level of Pillow's: its error is
-far below a half before rounding. The second pass sees bytes of which some are off by one, and where neighbours are off
-alike it may add another. Measured on photographs: 99.6 % of values are equal, the rest are one grey level off, but for
-up to 43 in a million that are two off (noise: up to 145, three off). That is why speed has to be asked for.
-The sizes that families resize to follow the rule of each reference implementation. Rounding is part of each rule: one
-image token more or less shifts all later tokens of the sequence.
+vector instructions and weights of 15 bits. One pass of torch is always within one grey level of Pillow's: its error is
+far below a half before rounding. The second pass reads bytes some of which are off by one, and if neighbours are off
+in the same direction, it may add another level. Measured on photographs: 99.6 % of values are equal and the rest are
+one grey level off, except for up to 43 in a million that are two off (noise: up to 145, three off). Therefore torch is
+used only if `fast` is set.
+The target sizes of each family follow its reference implementation. Rounding is part of each rule: one image token
+more or less shifts all later tokens of the sequence.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ LARGEST_SIDE = 4096  # Idefics3 enlarges no further
 
 
 def shortest_edge(size: Size, edge: int) -> Size:
-    """Return the size whose shorter side is `edge`, at the same aspect ratio (CLIP)."""
+    """Scale a size so that its shorter side is `edge`, at the same aspect ratio (CLIP)."""
     short, long = sorted(size)
     scaled = int(edge * long / short)
     return (scaled, edge) if size[1] <= size[0] else (edge, scaled)
 
 
 def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, span: int = 1) -> Size:
-    """Return sides that are multiples of `factor`, with an area in [min_pixels, max_pixels] and about the same ratio.
+    """Scale a size to multiples of `factor`, with an area in [min_pixels, max_pixels] and about the same aspect ratio.
 
-    This is the rule of Qwen2-VL and its successors. Qwen3-VL's bounds are of all `frames` of a video together, which
-    are counted as a multiple of the `span` in a patch.
+    This is the rule of Qwen2-VL and its successors. For Qwen3-VL's videos, the bounds hold for all `frames` together,
+    rounded to a multiple of `span`, the frames in a patch.
 
     Raises BadSample for images more elongated than 1:200, which the reference refuses.
     """
@@ -64,13 +65,13 @@ def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int, f
 
 
 def at_least(size: Size, side: int) -> Size:
-    """Return the size enlarged, if need be, so that no side is shorter than `side` (Qwen3-VL's videos)."""
+    """Enlarge a size, if necessary, so that no side is shorter than `side` (Qwen3-VL's videos)."""
     enlarged = max(side / size[0], side / size[1], 1.0)
     return int(size[0] * enlarged), int(size[1] * enlarged)
 
 
 def best_resolution(size: Size, resolutions: Iterable[Size]) -> Size:
-    """Return the resolution that keeps most of the image's pixels, and of equals the least padded (LLaVA-NeXT)."""
+    """Return the resolution that keeps most of the image's pixels; ties go to the least padding (LLaVA-NeXT)."""
     height, width = size
 
     def merit(resolution: Size) -> tuple[int, int]:
@@ -82,7 +83,7 @@ def best_resolution(size: Size, resolutions: Iterable[Size]) -> Size:
 
 
 def fit_inside(size: Size, frame: Size) -> Size:
-    """Return the largest size of this aspect ratio inside `frame`; the free side is rounded up (before padding)."""
+    """Scale a size to the largest of its aspect ratio that fits in `frame`; the side that gets padded is rounded up."""
     height, width = size
     by_height, by_width = frame[0] / height, frame[1] / width
     if by_width < by_height:
@@ -91,9 +92,9 @@ def fit_inside(size: Size, frame: Size) -> Size:
 
 
 def tile_grid(size: Size, tile: Size, *, fewest: int, most: int) -> Size:
-    """Return the (rows, columns) of tiles whose aspect ratio is closest to the image's (InternVL).
+    """Return the grid (rows, columns) of tiles whose aspect ratio is closest to the image's (InternVL).
 
-    Among equally close grids the larger one is taken, if the image has more than half of its pixels.
+    Of equally close grids the larger one is chosen, if the image has more than half of that grid's pixels.
     """
     height, width = size
     best, smallest = (1, 1), math.inf
@@ -113,7 +114,7 @@ def _grids(fewest: int, most: int) -> tuple[Size, ...]:
 
 
 def longest_edge(size: Size, edge: int) -> Size:
-    """Return the size whose longer side is `edge`; the other side is made even (Idefics3)."""
+    """Scale a size so that its longer side is `edge`, at most `LARGEST_SIDE`; make the other side even (Idefics3)."""
     height, width = size
     ratio = width / height
     if width >= height:
@@ -130,7 +131,7 @@ def longest_edge(size: Size, edge: int) -> Size:
 
 
 def whole_tiles(size: Size, tile: int) -> Size:
-    """Return the (rows, columns) of tiles of an image whose longer side is rounded up to whole tiles (Idefics3)."""
+    """Return the grid (rows, columns) of tiles after rounding the longer side up to whole tiles (Idefics3)."""
     height, width = size
     ratio = width / height
     if width >= height:
@@ -156,9 +157,9 @@ _PILLOW_CHOOSES_AN_ORDER = Version(PIL.__version__) >= Version("13")
 
 
 def resize(pixels: Pixels, height: int, width: int, resample: Resampling, *, fast: bool = False) -> Pixels:
-    """Return `pixels` [h, w, C] resized to [height, width, C]; the same array if it has this size.
+    """Resize `pixels` [h, w, C] to [height, width, C]; return the same array if it already has this size.
 
-    Pillow resizes, or torch if `fast` is set and torch has the filter. Numbers that are not bytes are resized by
+    Pillow resizes, or torch if `fast` is set and torch has the filter. Pixels that are not bytes are resized by
     Pillow's filters, channel by channel, without rounding.
     """
     old, new = (pixels.shape[0], pixels.shape[1]), (height, width)
@@ -179,9 +180,9 @@ def resize(pixels: Pixels, height: int, width: int, resample: Resampling, *, fas
 
 
 def resize_as_torchvision(pixels: Pixels, height: int, width: int, resample: Resampling) -> Pixels:
-    """Return `pixels` [h, w, 3] resized to [height, width, 3] by torchvision's rule, as the reference does videos.
+    """Resize `pixels` [h, w, 3] to [height, width, 3] as torchvision does, which reference processors use for videos.
 
-    Filters that torch does not have, and sides of one pixel, are left to Pillow.
+    Pillow resizes if torch lacks the filter or a side is shorter than 4 pixels.
     """
     old, new, mode = pixels.shape[:2], (height, width), _TORCH_MODES.get(resample)
     if old == new or mode is None or not _torch_knows(mode) or min(*old, *new) < _FEWEST_FOR_TORCH:
@@ -193,7 +194,7 @@ def resize_as_torchvision(pixels: Pixels, height: int, width: int, resample: Res
 
 
 def vertical_first(old: tuple[int, int], new: tuple[int, int]) -> bool:
-    """Return whether Pillow resamples the vertical axis first, by sizes (height, width). Pillow 12 never does."""
+    """Return whether Pillow resamples the vertical axis first for these sizes (height, width). Pillow 12 never does."""
     fewer_rows, fewer_columns = old[0] - new[0], old[1] - new[1]
     return _PILLOW_CHOOSES_AN_ORDER and fewer_rows > 0 and fewer_rows > 2 * fewer_columns
 
@@ -206,7 +207,7 @@ def _by_torch(planes: Tensor, size: tuple[int, int], mode: str) -> Tensor:
 
 @cache
 def _torch_knows(mode: str) -> bool:
-    """Return whether torch resamples bytes in this mode: Lanczos came after 2.8."""
+    """Return whether torch can resize bytes in this mode; Lanczos was added after torch 2.8."""
     import torch
 
     try:

@@ -1,8 +1,8 @@
-"""`VideoProcessor`: prepare the frames of a clip for a model. `layout` computes sizes, `patches` pixels.
+"""`VideoProcessor`: sample and prepare the frames of a clip for a model. `layout` computes sizes, `patches` pixels.
 
-A family's own is a subclass: it says which frames it takes, how large they are, and what its text says of them.
-As many frames are taken as `--video-fps` says, evenly over the clip, at the places at which the video processor of the
-model's family in Transformers takes them.
+Each family has a subclass, which determines the frame numbers, the frame size and the text of a video.
+`--video-fps` sets the number of frames. They are spread evenly over the clip, at the same places as by the family's
+video processor in Transformers.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from megavlm.inputs.resize import Pixels, Size, resize_as_torchvision
 if TYPE_CHECKING:
     from torch import Tensor
 
-Places = Callable[[int, int], Sequence[int]]  # (frames of a clip, how many are taken) → their numbers, rising
-_NEAR = 0.02  # by how much the rate that a file states may differ from that of its frames
-_IMAGES = 2.0  # frames per second of images whose rate nobody says
+Places = Callable[[int, int], Sequence[int]]  # (frames of a clip, frames to sample) → frame numbers, ascending
+_NEAR = 0.02  # allowed relative difference between the rate that a file states and the rate of its frames
+_IMAGES = 2.0  # frames per second of a video given as images without a rate
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What is known of a clip before its frames are decoded."""
+    """Size, timestamps and frame rate of a clip, known before its frames are decoded."""
 
     height: int  # of the upright picture
     width: int
-    times: tuple[float, ...]  # seconds from the first frame at which each frame is shown, rising
+    times: tuple[float, ...]  # timestamp of each frame in seconds from the first frame, ascending
     rate: float  # frames per second
 
     def seconds(self, number: int) -> float:
-        """Return when a frame is shown: as its number and the rate say, unless its own time contradicts them.
+        """Return a frame's time in seconds: number / rate, or its timestamp if these differ by half a frame or more.
 
-        Containers round times (Matroska to milliseconds); Transformers counts frames.
+        Containers round timestamps (Matroska to milliseconds); Transformers computes number / rate.
         """
         counted = number / self.rate
         return counted if abs(counted - self.times[number]) < 0.5 / self.rate else self.times[number]
@@ -52,24 +52,24 @@ class Clip:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many frames of a clip are taken at most, at which rate, and how many tokens they may become."""
+    """Limits for sampling a clip: frames per second, numbers of frames and of tokens."""
 
-    fps: float = 2.0  # infinite: as many frames as are allowed, however long the clip is
+    fps: float = 2.0  # infinite: `max_frames` of every clip, whatever its length
     max_frames: int = 768
     max_tokens: int | None = None  # None: as many as the frames have at the model's own size
     min_frames: int = 4
 
     @property
     def rate_of_images(self) -> float:
-        """Return the frames per second of a video that comes as images, if the data does not say it."""
+        """Return the frames per second assumed for a video given as images without a rate."""
         return self.fps if math.isfinite(self.fps) else _IMAGES
 
 
 def rate_of(times: Sequence[float], stated: float | None) -> float:
-    """Return the frames per second of a clip whose frames are shown at `times` (seconds, rising).
+    """Return the frames per second of a clip with timestamps `times` (seconds, ascending).
 
-    It is the rate that the file states, unless the times contradict it: containers state a nominal rate for clips
-    whose frames come at irregular times. A single frame lasts as long as at 24 frames per second.
+    This is the rate that the file states, unless the timestamps contradict it: for clips with irregular timestamps,
+    containers state a nominal rate. A single frame without a stated rate counts as 24 frames per second.
     """
     span = times[-1] - times[0] if times else 0.0
     if span <= 0:
@@ -82,10 +82,10 @@ def rate_of(times: Sequence[float], stated: float | None) -> float:
 
 
 def taken(clip: Clip, budget: Budget, places: Places, *, multiple: int = 1) -> tuple[int, ...]:
-    """Return the numbers of the frames that are taken, rising; at least one.
+    """Return the numbers of the frames to sample from a clip, ascending; at least one.
 
-    A clip of n frames at `rate` per second lasts n / rate seconds, and gives fps frames for each of them: at least
-    `min_frames`, at most `max_frames` and n, rounded down to a multiple of `multiple`. Where they lie, `places` says.
+    A clip of n frames at `rate` per second lasts n / rate seconds. Of each second, fps frames are sampled: in total at
+    least `min_frames`, at most `max_frames` and n, rounded down to a multiple of `multiple`. `places` spreads them.
     """
     count = len(clip.times)
     most = min(budget.max_frames, count) // multiple * multiple
@@ -94,38 +94,38 @@ def taken(clip: Clip, budget: Budget, places: Places, *, multiple: int = 1) -> t
 
 
 def shown_at(clip: Clip, places: Iterable[int]) -> tuple[int, ...]:
-    """Return, for each place, the number of the frame that is shown nearest to so many frames after the first.
+    """Return, for each place, the number of the frame with the timestamp nearest to place / rate, without repetitions.
 
-    Where frames come at equal intervals, it is the frame at the place itself; else, frames are spaced in time.
+    With frames at equal intervals, each frame number equals its place; else, the places are spaced in time.
     """
     times = clip.times
     return tuple(dict.fromkeys(_nearest(times, times[0] + place / clip.rate) for place in places))
 
 
 def from_the_first(count: int, frames: int) -> list[int]:
-    """Return the places of `frames` of `count` frames: the first of each of `frames` equal parts."""
+    """Divide `count` frames into `frames` equal parts and return the first frame of each part."""
     return _spaced(0.0, count, frames)
 
 
 def in_the_middle(count: int, frames: int) -> list[int]:
-    """Return the middle frame of each of `frames` equal parts of a clip."""
+    """Divide `count` frames into `frames` equal parts and return the middle frame of each part."""
     return _spaced(count / frames / 2, count, frames)
 
 
 def from_first_to_last(count: int, frames: int) -> list[int]:
-    """Return places of which one is the first frame and one the last; one frame is the first."""
+    """Return `frames` evenly spaced frames of `count`, from the first to the last; a single frame is the first."""
     return [int(place) for place in np.linspace(0, count - 1, frames).round()]
 
 
 def _spaced(first: float, count: int, frames: int) -> list[int]:
-    """Return every place `count / frames` from `first` on, rounded as the reference rounds them: in fp32."""
+    """Return places from `first` on in steps of `count / frames`, computed in fp32 and truncated like the reference."""
     import torch  # not at the top: families, which the planner reads, import this file
 
     return [int(place) for place in torch.arange(first, count, count / frames).int().tolist()]
 
 
 def _nearest(times: Sequence[float], moment: float) -> int:
-    """Return the number of the frame that is shown nearest to a moment."""
+    """Return the number of the frame whose timestamp is nearest to `moment`."""
     after = bisect_left(times, moment)
     if after == 0 or after == len(times):
         return min(after, len(times) - 1)
@@ -136,8 +136,8 @@ def _nearest(times: Sequence[float], moment: float) -> int:
 class VideoProcessor(ABC):
     """Turns clips into the patches and text that one model expects. A patch spans `frames_per_patch` frames.
 
-    `usual` is the budget of a run that says nothing of frames. Chat templates get a video as an image, or, if
-    `as_text`, as the text that they write for an image.
+    `usual` is the default budget of a run. Chat templates get a video as an image, or, if `as_text`, as the text that
+    they write for an image.
     """
 
     patch_size: int
@@ -146,12 +146,12 @@ class VideoProcessor(ABC):
     resample: Resampling
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    text: str  # how the tokenizer writes the token that a feature takes the place of
+    text: str  # text of the token that a feature replaces
     usual: Budget = field(default_factory=Budget)
     as_text: bool = False
 
     def layout(self, clip: Clip, budget: Budget) -> Layout:
-        """Return frames, tiles and prompt of a clip, without its pixels. Raises BadSample for unusable sizes."""
+        """Return frame numbers, tiles and prompt of a clip, without its pixels. Raises BadSample for unusable sizes."""
         numbers = self.numbers(clip, self._affordable(budget))
         size = clip.height, clip.width
         tile = self._tile(*self.frame_size(size, len(numbers), budget))
@@ -170,7 +170,7 @@ class VideoProcessor(ABC):
 
     @abstractmethod
     def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
-        """Return the numbers of the frames that are taken of a clip, rising; at least one."""
+        """Return the numbers of the frames to sample from a clip, ascending; at least one."""
 
     @abstractmethod
     def frame_size(self, size: Size, frames: int, budget: Budget) -> Size:
@@ -178,27 +178,27 @@ class VideoProcessor(ABC):
 
     @abstractmethod
     def most_groups(self, tokens: int) -> int:
-        """Return how many groups of frames have no more than `tokens` image tokens at their least size."""
+        """Return the largest number of frame groups that, at their smallest size, fit into `tokens` image tokens."""
 
     @abstractmethod
     def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
-        """Return the text of a video whose groups of frames have `tokens` features each."""
+        """Return the prompt text of a video with `tokens` features per group of frames."""
 
     def slices(self, size: Size) -> tuple[Size, tuple[Tile, ...]]:
-        """Return (rows, columns) of slices that are seen beside a frame, and their tiles; most models have none."""
+        """Return (rows, columns) of a frame's additional slices, and the tiles of the slices; default: no slices."""
         return (0, 0), ()
 
     def moments(self, clip: Clip, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return `Film.moments`."""
+        """Return the time of each group of frames for M-RoPE (`Film.moments`); default: none."""
         return ()
 
     def frame(self, pixels: Pixels, grid: tuple[int, int]) -> NDArray[np.uint8]:
-        """Return the patches [rows·columns, 3, p·p] of one frame, resized to (rows, columns) of patches, as bytes."""
+        """Resize one frame to `grid` (rows, columns) and return its patches [rows·columns, 3, p·p] as bytes."""
         height, width = (side * self.patch_size for side in grid)
         return cells_of(self.resized(pixels, grid)[:height, :width], self.patch_size)
 
     def resized(self, pixels: Pixels, grid: tuple[int, int]) -> Pixels:
-        """Return the pixels of a frame at the size that `frame_size` returned, which has this grid of patches."""
+        """Resize the pixels of a frame to the size from `frame_size`, which has this grid of patches."""
         return resize_as_torchvision(pixels, grid[0] * self.patch_size, grid[1] * self.patch_size, self.resample)
 
     def patches(self, frames: list[NDArray[np.uint8]]) -> Tensor:
@@ -206,11 +206,11 @@ class VideoProcessor(ABC):
         return normalised(frames, self.frames_per_patch, mean=self.mean, std=self.std)
 
     def groups(self, frames: int) -> int:
-        """Return how many groups so many frames make; the last frame fills the last group."""
+        """Return the number of groups of `frames` frames; the last group is completed by repeating the last frame."""
         return -(-frames // self.frames_per_patch)
 
     def _affordable(self, budget: Budget) -> Budget:
-        """Return a budget of no more frames than its tokens suffice for."""
+        """Return the budget with its frames limited to those that fit into `max_tokens`."""
         if budget.max_tokens is None:
             return budget
         most = min(budget.max_frames, max(self.most_groups(budget.max_tokens), 1) * self.frames_per_patch)

@@ -1,4 +1,4 @@
-"""What the vision encoder sees of an image file: its colours, an array's channels, or channels made of its colours."""
+"""Input channels of the vision encoder: RGB, the channels of an array file, or channels computed from RGB."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class Channels:
 
 @dataclass(frozen=True)
 class VisionInput:
-    """How an image file becomes the channels that the model sees.
+    """Conversion of an image file to the input channels of the model.
 
-    `make` is a pure function of a tile's colours, bytes [h, w, 3], that returns its channels, float32 [h, w, channels];
-    `channels` normalise them where no statistics are given. Without `make`, files are arrays, unless it is RGB.
+    `make` is a pure function from a tile's RGB bytes [h, w, 3] to its channels, float32 [h, w, channels]. `channels`
+    are the statistics for normalisation if none are given. Without `make`, files hold RGB (`RGB`) or arrays.
     """
 
     name: str
     make: Make | None = None
     channels: Channels | None = None
-    array_channels: int | None = None  # of the arrays that files hold; None: they hold photos
+    array_channels: int | None = None  # number of channels of array files; None: files hold photos
 
 
 RGB, ARRAY = VisionInput("rgb"), VisionInput("array")
 
 
 def vision_input_of(name: str, channels: int) -> VisionInput:
-    """Return the vision input of this name, for a model of so many channels. Raises UserError, with a suggestion, if
-    there is none.
+    """Return the vision input called `name`, for a model with `channels` input channels. Raises UserError, with a
+    suggestion, for an unknown name.
     """
     own, added = {RGB.name: RGB, ARRAY.name: replace(ARRAY, array_channels=channels)}, registered("inputs")
     if name in own:
@@ -71,7 +71,7 @@ def vision_input_of(name: str, channels: int) -> VisionInput:
 def measured(images: Iterable[NDArray[Any]]) -> Channels:
     """Return the mean and standard deviation of each channel over all pixels of the images [h, w, C].
 
-    Moments are merged image by image (Chan et al. 1979), which loses no digits where the mean is far above the
+    Moments are merged image by image (Chan et al. 1979), which loses no digits if the mean is far above the
     deviation: with n and n′ pixels, δ the difference of the means, M₂ = M₂ + M₂′ + δ²·n·n′ / (n + n′).
     """
     count, mean, squares = 0, np.zeros(1), np.zeros(1)
@@ -89,14 +89,14 @@ def measured(images: Iterable[NDArray[Any]]) -> Channels:
 
 
 def channels_json(name: str, channels: Channels) -> str:
-    """Return the statistics of a vision input's channels as the content of a file."""
+    """Return the JSON text of `channels.json`: the name of a vision input and the statistics of its channels."""
     return json.dumps({"vision_input": name, "mean": channels.mean, "std": channels.std}, indent=1) + "\n"
 
 
 def read_channels(file: Path) -> tuple[str | None, Channels]:
-    """Return the vision input that the statistics in a file are of, if it says so, and the statistics.
+    """Read channel statistics from a file; return the name of their vision input (None if absent) and the statistics.
 
-    Raises UserError for a file that does not hold them.
+    Raises UserError if the file does not hold statistics.
     """
     values = read_json(file)
     check(values, _EXPECTED, str(file))
