@@ -1,1 +1,1 @@
-"""What several families share: tables of weights, settings, chat templates, and inputs of Transformers."""
+"""Code that several families share: tables of weights, settings, chat templates, and inputs of Transformers."""

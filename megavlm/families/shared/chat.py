@@ -1,4 +1,4 @@
-"""Chat templates with names, for tokenizers that have none: those that several families share."""
+"""Named chat templates that several families share, for tokenizers without a template."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """A chat template that `--chat-template` can name."""
+    """A chat template that `--chat-template` selects by name."""
 
     name: str
     jinja: str
     needs: tuple[str, ...] = ()  # tokens that the tokenizer must have
 
 
-# The format of Vicuna 1.1 and LLaVA-1.5: the end mark after each answer.
+# The format of Vicuna 1.1 and LLaVA-1.5, with the end-of-sequence token after each answer.
 VICUNA = NamedTemplate(
     "vicuna",
     """\
@@ -56,7 +56,7 @@ MISTRAL = NamedTemplate(
 {% endfor %}""",
 )
 
-# The prompt and the answer, nothing around them: captions for a new projector, base models.
+# The prompt and the answer without further text, for captions that train a new projector, and for base models.
 PLAIN = NamedTemplate(
     "plain",
     """\

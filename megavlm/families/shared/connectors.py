@@ -1,4 +1,4 @@
-"""Hugging Face folders that hold a connector's weights, as families of which the projector is the only part."""
+"""Families for Hugging Face folders that hold only a connector: its weights and its configuration."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Rename, Table
 from megavlm.rules.fields import record_of
 
-_SECTION = "megavlm"  # of the config.json of an exported connector: its options
+_SECTION = "megavlm"  # section of an exported connector's config.json with its options
 
 
 def connector_families() -> tuple[Family, ...]:
-    """Return a family for each connector that reads folders."""
+    """Return a family for each registered connector that can be loaded from Hugging Face folders."""
     found = (each for each in registered("connectors").values() if isinstance(each, Connector))
     return tuple(_family(connector) for connector in found if connector.hf_names(ModelConfig()))
 
 
 @cache
 def _family(connector: Connector) -> Family:
-    # Sets of names, which folders have used, go by their numbers.
+    # A connector may have several sets of tensor names; the prefix is the number of the set.
     names = tuple(NamePrefixes(projector=str(number)) for number in range(len(connector.hf_names(ModelConfig()))))
     return Family(
         name=connector.name,
@@ -51,13 +51,15 @@ def _table(connector: Connector, model: ModelConfig, prefixes: NamePrefixes) -> 
 
 
 def decided_of(settings: Settings) -> Mapping[str, Any]:
-    """Return the options of a connector that the config.json of its folder decides."""
+    """Return the connector options that the config.json of a connector's folder sets."""
     return _decided(_connector_of(settings), settings)
 
 
 def exported_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of an export of the model's connector: what Transformers reads, if it does, and a section
-    `megavlm` with all options.
+    """Return the config.json for an export of the model's connector.
+
+    It has the settings for Transformers' class of the connector, if there is one, and a section `megavlm` with all
+    options.
     """
     connector = connector_of(model.projector)
     said = connector.hf_config(model) or {"model_type": _own_type(connector)}
@@ -67,7 +69,7 @@ def exported_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _own_type(connector: Connector) -> str:
-    """Return the `model_type` of exports that Transformers has no module for."""
+    """Return the `model_type` for exports of a connector that Transformers does not implement."""
     return f"megavlm_{connector.name}"
 
 
@@ -80,7 +82,7 @@ def _decided(connector: Connector, settings: Settings) -> Mapping[str, Any]:
 
 
 def _with(connector: Connector, projector: ProjectorConfig, values: Mapping[str, Any]) -> ProjectorConfig:
-    """Return a projector of the connector's kind, with these of its options; an MLP's are the projector's own."""
+    """Return a projector of the connector's kind with the given options; an MLP's options are the projector's own."""
     if connector.options is None:
         return replace(projector, **{**values, "kind": connector.name})
     own = replace(getattr(projector.connectors, connector.name), **values)
@@ -96,6 +98,6 @@ def _connector_of(settings: Settings) -> Connector:
 
 
 def with_connector(given: ProjectorConfig, settings: Settings) -> ProjectorConfig:
-    """Return the projector with the connector of a folder with this config.json; what that leaves open is as given."""
+    """Return `given` with the connector kind and options of a folder's config.json; other options are kept."""
     connector = _connector_of(settings)
     return _with(connector, given, _decided(connector, settings))

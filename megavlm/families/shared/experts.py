@@ -1,4 +1,4 @@
-"""Mixtures of experts in language models of Transformers: what their settings mean, and where their weights are."""
+"""Mixtures of experts in language models of Transformers: their configuration and the table of their weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from megavlm.config.schema import ExpertsConfig
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Concat, Rename, Stack, Table, TransposeEach, gated
 
-# A file has a tensor for each matrix of each expert, or two for all of a layer: in the order of the modules' weights
-# ([experts, outputs, inputs]), or transposed.
+# How a file stores experts: one tensor for each matrix of each expert, or two tensors for all experts of a layer, as
+# [experts, outputs, inputs] (the order of the modules' weights) or transposed.
 ExpertFiles = Literal["apart", "stacked", "transposed"]
 
 
 def qwen_experts(text: Settings, *, layers: int, normalized: bool) -> ExpertsConfig:
-    """Qwen3MoeConfig and Qwen3VLMoeTextConfig; `normalized`: the weights of a token's experts add up to 1.
+    """Return the experts of a Qwen3MoeConfig or Qwen3VLMoeTextConfig.
 
-    Transformers writes `num_local_experts`, published files have `num_experts`.
+    `normalized`: whether the weights of a token's experts add up to 1. Transformers writes `num_local_experts`,
+    published files have `num_experts`.
     """
     number = text.get("num_local_experts", text.get("num_experts", 128))
     step, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers", [])
@@ -33,7 +34,9 @@ def qwen_experts(text: Settings, *, layers: int, normalized: bool) -> ExpertsCon
 
 
 def shared_qwen_experts(text: Settings) -> ExpertsConfig:
-    """Qwen3_5MoeTextConfig: in all layers experts whose weights add up to 1, and one that each token takes, gated."""
+    """Return the experts of a Qwen3_5MoeTextConfig: every layer has experts with weights that add up to 1, and one
+    gated shared expert.
+    """
     return ExpertsConfig(
         num_experts=text.get("num_local_experts", text.need("num_experts")),
         router_topk=text.need("num_experts_per_tok"),
@@ -44,7 +47,9 @@ def shared_qwen_experts(text: Settings) -> ExpertsConfig:
 
 
 def glm_experts(text: Settings, *, layers: int) -> ExpertsConfig:
-    """Glm4vMoeTextConfig: scores by sigmoid, a bias that only the choice uses, experts that every token takes."""
+    """Return the experts of a Glm4vMoeTextConfig or DeepseekV3Config: sigmoid scores, a bias that only affects which
+    experts are selected, and shared experts.
+    """
     topk, width = text.get("num_experts_per_tok", 8), text.get("moe_intermediate_size", 1408)
     groups, of_groups = text.get("n_group", 1), text.get("topk_group", 1)
     if not text.get("norm_topk_prob", True) or topk == 1:
@@ -70,7 +75,7 @@ def glm_experts(text: Settings, *, layers: int) -> ExpertsConfig:
 
 
 def experts_table(experts: ExpertsConfig, layer: str, hf_layer: str, *, hidden_size: int, stored: ExpertFiles) -> Table:
-    """Return the table of a layer's mixture, whose file has its experts as `stored` says."""
+    """Return the table of a layer's mixture of experts; `stored` says how files store the experts."""
     held, hf_held = f"{layer}mlp.experts.experts.", f"{hf_layer}mlp.experts."
     number, inner = experts.num_experts, experts.ffn_hidden_size
     table: Table = {f"{layer}mlp.router.weight": Rename(f"{hf_layer}mlp.gate.weight")}
@@ -90,7 +95,7 @@ def experts_table(experts: ExpertsConfig, layer: str, hf_layer: str, *, hidden_s
         table[f"{layer}mlp.router.expert_bias"] = Rename(f"{hf_layer}mlp.gate.e_score_correction_bias")
     if experts.shared_ffn_hidden_size is not None:
         shared, hf_shared = f"{layer}mlp.shared_experts", f"{hf_layer}mlp.shared_experts"
-        if experts.shared_gate:  # Qwen's, which is one
+        if experts.shared_gate:  # Qwen has a single shared expert
             hf_shared = f"{hf_layer}mlp.shared_expert"
             table[f"{shared}.gate_weight"] = Rename(f"{hf_layer}mlp.shared_expert_gate.weight")
         table |= gated(shared, hf_shared, bias=False)

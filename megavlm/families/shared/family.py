@@ -1,4 +1,4 @@
-"""`Family`: all that is particular to one architecture of Hugging Face Transformers."""
+"""`Family`: the settings, weights, inputs and processors of one architecture of Hugging Face Transformers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ALL_PARTS = ("vision", "projector", "language")
 
 @dataclass(frozen=True)
 class NamePrefixes:
-    """What precedes the names of tensors in a file: one architecture has been saved under several sets of names.
+    """Prefixes of tensor names in a file. An architecture has one set for each naming under which it has been saved.
 
-    `experts` says how a file holds the experts of a layer, `further_experts` those of a layer that predicts a further
-    token where they differ.
+    `experts` says how a file stores the experts of a layer; `further_experts` says it for layers that predict further
+    tokens, if they are stored in another way.
     """
 
     vision: str = ""
@@ -35,7 +35,7 @@ class NamePrefixes:
 
 
 def llava_prefixes(*towers: str) -> tuple[NamePrefixes, ...]:
-    """Return what precedes the names in models that are made like LLaVA, saved before and since Transformers 4.52."""
+    """Return the name prefixes of models with LLaVA's modules, saved before and since Transformers 4.52."""
     head, projector = "language_model.lm_head.weight", "multi_modal_projector."
     return (
         *(NamePrefixes(tower, projector, "language_model.model.", head) for tower in towers),
@@ -43,18 +43,19 @@ def llava_prefixes(*towers: str) -> tuple[NamePrefixes, ...]:
     )
 
 
-# A tower may be a model of its own inside.
+# Some files nest the tower's modules in a `vision_model`.
 NESTED_TOWERS = ("vision_tower.", "vision_tower.vision_model.")
 
 
 @dataclass(frozen=True)
 class Predictors:
-    """How files of a family hold layers that predict further tokens. A run that trains them has them in its `table`.
+    """How files store a family's layers that predict further tokens. If a run trains them, they are in its `table`.
 
     Args:
-        names: pattern of their tensors, which are carried along if a run does not train them.
-        most: how many layers are known.
-        copies: `ModelConfig` and prefixes → each tensor of theirs that repeats another one, with that one.
+        names: pattern of the layers' tensor names; tensors that a run does not train are exported unchanged.
+        most: largest supported number of layers.
+        copies: `ModelConfig` and prefixes → for each tensor of the layers that repeats another tensor, the name of
+            that tensor.
     """
 
     names: str
@@ -67,28 +68,29 @@ class Family:
     """An architecture's configuration, weights, inputs, image processor and chat template.
 
     Args:
-        name: how messages call the family.
-        model_types: values of `model_type` in config.json that belong to the family; "llava/pixtral" is one of the
-            outer configuration and of its vision_config.
-        config: config.json → `ModelConfig`. Raises UserError for a setting that we cannot express exactly.
+        name: the family's name in messages.
+        model_types: values of `model_type` in config.json that belong to the family; "llava/pixtral"
+            combines the model_type of the outer configuration with that of its vision_config.
+        config: config.json → `ModelConfig`. Raises UserError for a setting that `ModelConfig` cannot express exactly.
         table: `ModelConfig` and prefixes → where each megatron-core tensor is in the files.
-        name_prefixes: newest first; the first set under which a folder has the weights is used.
+        name_prefixes: sets of name prefixes, newest first; the set with most names in a folder is used, else the first.
         parts: which parts of a VLM its checkpoints hold: "vision", "projector", "language".
-        unused: patterns (regular expressions, full match) of weights that the features do not depend on. They are not
-            trained here, and an export returns them unchanged.
-        predictors: its layers that predict further tokens; None: none are known.
+        unused: patterns (regular expressions, full match) of weights that do not affect the features. They are not
+            trained, and are exported unchanged.
+        predictors: layers that predict further tokens; None if the family has none or they are not supported.
         inputs: a micro-batch → keyword arguments of the Transformers model's forward.
-        tiling: config.json → how the model divides an image into tiles, if it does.
-        image_processors: readers of the image processor classes that its folders name.
-        videos: reader of its video processor's options; None: it is trained on images alone.
-        image_text: how its tokenizers write the image token.
-        chat_template: the template of folders that come without one.
-        not_in_peft: linear layers whose adapters PEFT would take for adapters of experts: no file can hold them.
-        partial: weights of a part that a folder lacks are drawn at random (a connector without its learned queries).
-        compose: config.json of a model of this family that consists of a vision tower and a language model; None where
-            the family computes something else.
-        processor: processor_config.json of such a model, but for its image token.
-        complete: adds to a model of Transformers what its class leaves out of config.json.
+        tiling: config.json → how the model divides an image into tiles; None for a model without tiles.
+        image_processors: readers of the image processor classes that the family's folders name.
+        videos: reader of the video processor's options; None for a family that is trained on images alone.
+        image_text: text of the image token in the family's tokenizers.
+        chat_template: chat template for folders without one.
+        not_in_peft: linear layers with adapters that PEFT would mistake for adapters of experts, so that they cannot be
+            saved.
+        partial: weights that a folder lacks are initialised at random (a connector without its learned queries).
+        compose: a vision tower and a language model → config.json of a model of this family that combines them; None
+            if the family computes something else.
+        processor: processor_config.json of a composed model, without its image token.
+        complete: adds computations of config.json that Transformers' class leaves out to a loaded model.
     """
 
     name: str
@@ -114,7 +116,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Composition:
-    """A vision tower and a language model from two folders, and the model that a run makes of them."""
+    """A vision tower and a language model from two folders, and the model that combines them."""
 
     vision_family: str
     vision: Settings  # config.json of the tower's folder

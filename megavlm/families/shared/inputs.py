@@ -1,4 +1,4 @@
-"""A micro-batch's patches in the forms that models of Transformers take."""
+"""Convert a micro-batch's tokens and patches to keyword arguments for models of Transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Given: TypeAlias = "dict[str, Tensor]"  # keyword arguments of a model's forward
 
 
 def tokens_and_pixels(batch: Batch, model: ModelConfig) -> Given:
-    """Return the inputs of models that need no more than tokens and images of one size."""
+    """Return the inputs of a model that needs only tokens and images of one size."""
     return {"input_ids": batch.text.tokens, **pixel_values(batch, model.vision)}
 
 
@@ -38,7 +38,7 @@ def unpatchify(batch: MicroBatch, vision: VisionConfig) -> list[Tensor]:
 
 
 def in_blocks(batch: MicroBatch, side: int) -> Tensor:
-    """Return all patches [P, D], those of each block of `side` × `side` neighbours one after the other."""
+    """Return all patches [P, D] in block order: the patches of each `side` × `side` block are consecutive."""
     import torch
 
     blocks = [
@@ -49,7 +49,7 @@ def in_blocks(batch: MicroBatch, side: int) -> Tensor:
 
 
 def feature_kinds(batch: MicroBatch, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Return of each token whether it is an image's (1), a video's (2) or text (0), [B, S], and of each grid."""
+    """Return the kind of each token [B, S] (0 text, 1 image, 2 video), and the kind of each grid (1 or 2)."""
     import torch
 
     tokens = batch.text.tokens

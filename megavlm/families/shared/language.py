@@ -1,4 +1,4 @@
-"""Language models of Transformers that one table describes: Llama, Mistral, Ministral, Qwen2 and 3, DeepSeek-V3."""
+"""Configurations and tables of Llama, Mistral, Ministral, Qwen2, Qwen3 and DeepSeek-V3 language models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import QKV, Grouped, Rename, Share, Table, gated, linear
 
-# Defaults of the configuration classes: config.json leaves out what equals them.
+# Defaults of the configuration classes: config.json omits settings that equal them.
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
 _MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8}
 _QWEN = {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768}
@@ -60,7 +60,10 @@ _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 
 
 def language(settings: Settings, *, kind: str | None = None, tied: bool | None = None) -> LanguageConfig:
-    """Return a text configuration. `kind` overrides its model_type; `tied` is what an enclosing configuration says."""
+    """Return the language model of a text configuration.
+
+    `kind` overrides its model_type, and `tied` its tie_word_embeddings (from an enclosing configuration).
+    """
     kind = kind or settings.get("model_type", "llama")
     if kind not in _DEFAULTS:
         refuse(settings, "model_type", f"known language models are {', '.join(_DEFAULTS)}")
@@ -88,7 +91,7 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
 
 
 def _latents(settings: Settings, heads: int) -> dict[str, Any]:
-    """Return the options of latent attention. YaRN scales all scores, by mscale_all_dim, and what rotates."""
+    """Return the options of latent attention. YaRN scales all scores (by mscale_all_dim) and the rotated channels."""
     if settings.get("num_key_value_heads", heads) != heads:
         refuse(settings, "num_key_value_heads", "each head of latent attention has a key of its own")
     turning = settings.get("qk_rope_head_dim", 64)
@@ -110,12 +113,12 @@ def _latents(settings: Settings, heads: int) -> dict[str, Any]:
 
 
 def is_tied(settings: Settings, text: Settings) -> bool:
-    """Return whether a configuration or its section of the text says that embedding and output layer share a weight."""
+    """Return whether a configuration or its text section ties the embedding and the output layer."""
     return any(section.get("tie_word_embeddings", False) for section in (settings, text))
 
 
 def types_of_layers(text: Settings, usual: Sequence[str], first: str, other: str) -> tuple[int, ...]:
-    """Return the numbers of the layers of type `first`; all others are of type `other`. `usual`: the default types."""
+    """Return the numbers of the layers of type `first`; the others have type `other`. `usual`: the default types."""
     types = text.get("layer_types", usual)
     if len(types) != len(usual) or not {*types} <= {first, other}:
         refuse(text, "layer_types", f"layers are known with {first} and {other}, one type for each")
@@ -123,7 +126,7 @@ def types_of_layers(text: Settings, usual: Sequence[str], first: str, other: str
 
 
 def experts(settings: Settings) -> ExpertsConfig:
-    """Return the mixture of experts of a text configuration; without experts for the types of dense models."""
+    """Return the mixture of experts of a text configuration; an `ExpertsConfig` without experts for dense models."""
     if settings.get("model_type", "llama") == "deepseek_v3":
         settings = Settings({**_DEFAULTS["deepseek_v3"], **_given(settings.values)}, settings.where)
         return glm_experts(settings, layers=settings.need("num_hidden_layers"))
@@ -134,15 +137,15 @@ def experts(settings: Settings) -> ExpertsConfig:
 
 
 def _given(values: Any) -> dict[str, Any]:
-    """Return what is set; null is the default, but for names where it means that there is no such thing."""
+    """Return the settings that are not null, and null ones whose null means "none" instead of the default."""
     absent = ("sliding_window", "q_lora_rank")
     return {name: value for name, value in values.items() if value is not None or name in absent}
 
 
 def _max_positions(settings: Settings, kind: str) -> int | None:
-    """Return the longest sequence that full attention reproduces.
+    """Return the longest sequence for which full attention computes the same as the model.
 
-    Beyond it a sliding window would mask tokens, and Ministral would scale its queries.
+    In longer sequences a sliding window would mask tokens, and Ministral would scale its queries.
     """
     longest = settings.get("max_position_embeddings", None)
     window = settings.get("sliding_window", None)
@@ -154,12 +157,12 @@ def _max_positions(settings: Settings, kind: str) -> int | None:
 
 
 def _rope_settings(settings: Settings) -> dict[str, Any]:
-    """Return `rope_parameters` of Transformers 5, which were `rope_scaling` before."""
+    """Return the rotary settings: `rope_parameters` of Transformers 5, or `rope_scaling` of earlier versions."""
     return {**settings.get("rope_scaling", {}), **settings.get("rope_parameters", {})}
 
 
 def _rope(settings: Settings, width: int) -> dict[str, Any]:
-    """Return the options of rotary positions of attention heads of this width."""
+    """Return the options of rotary embeddings for attention heads of the given width."""
     rope = _rope_settings(settings)
     found: dict[str, Any] = {"rotary_base": float(rope.get("rope_theta", settings.get("rope_theta", 10000.0)))}
     scaling = rope.get("rope_type", rope.get("type", "default"))
@@ -186,12 +189,12 @@ def _rope(settings: Settings, width: int) -> dict[str, Any]:
 
 
 def _growth(rope: Mapping[str, Any], scale: float) -> float:
-    """Return by how much YaRN lets queries and keys grow, for an mscale."""
+    """Return the factor by which YaRN scales queries and keys for an mscale."""
     return 0.1 * scale * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
 
 
 def _attention_factor(rope: Mapping[str, Any]) -> float:
-    """Return the factor by which YaRN multiplies what rotates."""
+    """Return the factor by which YaRN multiplies the rotated channels."""
     if (given := rope.get("attention_factor")) is not None:
         return float(given)
     scales = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -199,7 +202,7 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
 
 
 def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Return YaRN's options. Queries and keys grow by a factor: scores by its square, which the softmax has here."""
+    """Return YaRN's options. It scales queries and keys by a factor; the softmax scale has its square."""
     grown = _attention_factor(rope)
     return {
         "rope_scaling": "yarn",
@@ -212,7 +215,7 @@ def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 
 def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
-    """Return the table of a layer's softmax attention; names begin with `held` here and with `stored` in files."""
+    """Return the table of a layer's softmax attention; module names begin with `held`, file names with `stored`."""
     if is_latent(language):
         whole = {"linear_q_proj": "q_proj"}
         if language.q_lora_rank is not None:
@@ -232,10 +235,10 @@ def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
 
 
 def linear_attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
-    """Return the table of a layer's linear attention; names begin with `held` here and with `stored` in files.
+    """Return the table of a layer's linear attention; module names begin with `held`, file names with `stored`.
 
-    A file has the rows of all queries, then of all keys, then of all values. Here the rows of a key head are together:
-    its values, query and key, then the gates, β and decays of its values.
+    A file has the rows of all queries, then of all keys, then of all values. The module keeps the rows of a key head
+    together: its values, query and key, then the gates, β and decays of its values.
     """
     groups, width = language.linear_num_key_heads, language.linear_key_head_dim
     each = language.linear_num_value_heads // groups
@@ -258,7 +261,7 @@ def linear_attention_table(language: LanguageConfig, held: str, stored: str) -> 
 
 
 def layer_table(model: ModelConfig, number: int, hf_layer: str, *, stored: ExpertFiles) -> Table:
-    """Return the table of language layer `number`, whose tensors' names begin with `hf_layer` in files."""
+    """Return the table of language layer `number`; its file names begin with `hf_layer`."""
     language, experts, layer = model.language, model.experts, f"{LANGUAGE_LAYER}{number}."
     table: Table = {}
     if language.input_norms:
@@ -280,9 +283,10 @@ def layer_table(model: ModelConfig, number: int, hf_layer: str, *, stored: Exper
 
 
 def predictor_table(model: ModelConfig, depth: int, names: tuple[str, str, str, str], **layer: Any) -> Table:
-    """Return the table of the layers that predict the token at this depth (from 0). `names` are those in files: of the
-    norm of embeddings, of the norm of hidden states, of the matrix, and of the last norm; `layer` are arguments of
-    `layer_table`.
+    """Return the table of the layer that predicts a further token at prediction depth `depth` (from 0), and its norms.
+
+    `names` are the file names of the norm of embeddings, the norm of hidden states, the projection matrix and the last
+    norm; `layer` are arguments of `layer_table`.
     """
     ours = ("embedding_norm", "hidden_norm", "projection")
     table = layer_table(model, model.language.num_layers + depth, **layer)
@@ -292,7 +296,7 @@ def predictor_table(model: ModelConfig, depth: int, names: tuple[str, str, str, 
 
 
 def language_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    """LlamaModel and its kin below `prefixes.language`, with the output layer where it has a weight of its own."""
+    """Return the table of a language model below `prefixes.language`, and of its output layer if that is not tied."""
     language, prefix = model.language, prefixes.language
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
     for number in range(language.num_layers):
