@@ -1,1 +1,1 @@
-"""Training losses: of each token, or of the embeddings of a global batch."""
+"""Training losses: next-token, preference (DPO and others), and contrastive losses over a global batch."""

@@ -1,7 +1,7 @@
-"""Texts of a global batch, gathered from all ranks, for losses over whole batches and scores of retrieval.
+"""Gather the embedded texts of a global batch from all ranks, for contrastive losses and retrieval scores.
 
-Legend: R texts of this rank, L of the rank with the most, N ranks, H width, Q queries, D documents, P positives, I
-positives of a query at most, T terms of the loss that this rank counts.
+Legend: R texts of this rank, L the largest R of all ranks, N ranks, H width, Q queries, D documents, P positives, I
+the most positives of a query, T loss terms that this rank counts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megavlm.data.types import ID, NEGATIVE, PADDING, POSITIVE, QUERY, RECORD, R
 DEPTHS = (1, 5, 10)
 SCORES = (*(f"recall_at_{k}" for k in DEPTHS), f"ndcg_at_{DEPTHS[-1]}", "mrr")
 
-BLOCK = 2**21  # scores that a rank has in memory at a time
+BLOCK = 2**21  # scores that a rank holds in memory at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Representations:
-    """This rank's vectors of the texts of a global batch, with the learned scalars of the loss."""
+    """Embedding vectors of this rank's texts in a global batch, and the learned scalars of the loss."""
 
     vectors: Tensor  # [R, H] fp32, not normalised
     members: Tensor  # [R, 4] int64, columns of `data/types.py`; records are numbered within this rank
@@ -35,9 +35,10 @@ class Representations:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """This rank's share of a loss over the global batch, and the gradient of the whole loss for its own vectors.
+    """This rank's terms of a loss over the global batch, and the gradient of the whole loss for this rank's vectors.
 
-    Losses are a sum, not a mean: over all ranks they add up to that of the batch, and so do the scalars' gradients.
+    The loss is a sum, not a mean: summed over all ranks, the terms are the loss of the batch, and the gradients of the
+    scalars are the gradients of the batch.
     """
 
     losses: Tensor  # [T] float64
@@ -46,7 +47,7 @@ class Loss:
     scalars: Tensor  # this rank's share of the gradient
 
     def totals(self, num_sources: int) -> Tensor:
-        """Return the sums [2 + 2·num_sources] float64 that `Schedule.train` returns."""
+        """Return sums [2 + 2·num_sources] float64 for `Schedule.train`: loss, number of terms, both also by source."""
         sums = self.losses.new_zeros(2, num_sources)
         if num_sources:
             sums[0].index_add_(0, self.sources, self.losses)
@@ -59,24 +60,24 @@ WholeBatchLoss = Callable[[Representations, ObjectiveConfig, dist.ProcessGroup],
 
 
 def widths_of(options: ObjectiveConfig, width: int) -> tuple[int, ...]:
-    """Return the widths that a loss is applied to: all channels, and the first ones of them (Kusupati et al. 2022)."""
+    """Return the widths to which a loss is applied: full width and Matryoshka prefixes (Kusupati et al. 2022)."""
     return tuple(sorted({*options.matryoshka_widths, width}))
 
 
 def normalized(vectors: Tensor, width: int) -> Tensor:
-    """Return the first `width` channels of vectors, [R, width], normalised to length 1."""
+    """Return the first `width` channels of `vectors`, normalised to length 1: [R, width]."""
     return F.normalize(vectors[:, :width], dim=-1)
 
 
 def blocks(count: int, across: int) -> Iterator[slice]:
-    """Yield consecutive ranges of `count` rows whose scores with `across` others fit into memory at a time."""
+    """Yield consecutive ranges of `count` rows, each with at most `BLOCK` scores for `across` columns (or one row)."""
     size = max(1, BLOCK // max(across, 1))
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """The texts of a batch: [R, 4] int64, with the columns of `data/types.py`.
+    """Roles and identities of the texts of a batch: [R, 4] int64, with the columns of `data/types.py`.
 
     Record numbers are unique in the whole batch. A row with none of the three roles is padding.
     """
@@ -96,7 +97,7 @@ class Texts:
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return for each positive the index of its query among queries, and its own among documents, [P] each.
+        """Return, for each positive, the index of its query in `queries` and its own index in `documents`, [P] each.
 
         Positives are in the order of their rows.
         """
@@ -111,7 +112,7 @@ class Texts:
 
     @cached_property
     def wanted(self) -> Tensor:
-        """Return the identities of each query's positives, [Q, I], with −1 where a query has fewer than others."""
+        """Return the identities of each query's positives, [Q, I], padded with −1."""
         query, document = self.pairs
         by_query = query.argsort(stable=True)
         counts = torch.bincount(query, minlength=len(self.queries))
@@ -122,12 +123,12 @@ class Texts:
         return table
 
     def answers(self, queries: Tensor | slice = slice(None), documents: Tensor | slice = slice(None)) -> Tensor:
-        """Return whether each document is a positive of each query, or identical to one, [q, d] bool."""
+        """Return whether each document is, or is identical to, a positive of each query, [q, d] bool."""
         return same(self.wanted[queries], self.identities[documents])
 
 
 def same(positives: Tensor, identities: Tensor) -> Tensor:
-    """Return whether each document is identical to a positive of each query, [q, d] bool."""
+    """Return whether each document's identity is among each query's positive identities, [q, d] bool."""
     matches = torch.zeros(len(positives), len(identities), dtype=torch.bool, device=identities.device)
     for column in positives.unbind(1):
         matches |= column[:, None] == identities
@@ -135,7 +136,7 @@ def same(positives: Tensor, identities: Tensor) -> Tensor:
 
 
 def longest(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the largest `count` of all ranks."""
+    """Return the largest `count` over the ranks of a group (all-reduce)."""
     if group.size() == 1:
         return count
     counts = torch.tensor(count, device=device)
@@ -144,7 +145,7 @@ def longest(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def gathered(own: Tensor, length: int, group: dist.ProcessGroup, *, padding: int = 0) -> Tensor:
-    """Return the rows of all ranks, [N·L, …]: those of rank n from n·L on, padded to the `length` L."""
+    """All-gather the rows of all ranks, [N·L, …]; rank n's rows begin at n·L and are padded to `length` L."""
     if group.size() == 1:
         return own
     padded = own.new_full((length, *own.shape[1:]), padding)
@@ -155,14 +156,14 @@ def gathered(own: Tensor, length: int, group: dist.ProcessGroup, *, padding: int
 
 
 def gathered_members(members: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the members of all ranks' texts, [N·L, 4], with record numbers that differ between ranks."""
+    """All-gather the members of all texts, [N·L, 4], after making record numbers unique across ranks."""
     members = members.clone()
     members[:, RECORD] += group.rank() << 32
     return gathered(members, length, group, padding=PADDING)
 
 
 def own_sum(gradients: Tensor, texts: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks of the gradients [N·L, H] for the `texts` texts of this rank, [R, H]."""
+    """Reduce-scatter gradients [N·L, H] and return the sum for this rank's `texts` texts, [R, H]."""
     ranks = group.size()
     if ranks == 1:
         return gradients
@@ -172,9 +173,9 @@ def own_sum(gradients: Tensor, texts: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def retrieval_sums(vectors: Tensor, members: Tensor, queries: Tensor) -> dict[str, float]:
-    """Return the sum of each score over some queries of the batch, and the number of queries (`queries`).
+    """Return the sum of each retrieval score over `queries`, and the number of queries under the key `queries`.
 
-    `vectors` [R, H] and `members` [R, 4] are those of all texts, `queries` which of its queries to look at.
+    `vectors` [R, H] and `members` [R, 4] describe all texts; `queries` are indices into `Texts.queries`.
     """
     texts = Texts(members)
     rows = first_of_each(texts)
@@ -189,7 +190,7 @@ def retrieval_sums(vectors: Tensor, members: Tensor, queries: Tensor) -> dict[st
 
 
 def first_of_each(texts: Texts) -> Tensor:
-    """Return the rows of the documents, and of identical documents the first alone."""
+    """Return the rows of distinct documents: the first row of each group of identical documents."""
     _, inverse = texts.identities.unique(return_inverse=True)
     places = torch.arange(len(inverse), device=inverse.device)
     first = places.new_full((int(inverse.max()) + 1 if len(inverse) else 0,), len(inverse))
@@ -198,13 +199,13 @@ def first_of_each(texts: Texts) -> Tensor:
 
 
 def _scores(answers: Tensor, scores: Tensor) -> Mapping[str, Tensor]:
-    """Return each score of n queries, [n], from the answers and the scores of all documents, [n, D].
+    """Return the retrieval scores of n queries, [n] each, from `answers` and `scores` of all documents, [n, D].
 
-    Of documents with equal scores those that do not answer come first, so that equal vectors find nothing. The i-th
-    best answer then has rank 1 + i + the number of others with at least its score.
+    Of documents with equal scores, wrong ones rank first, so that a model with constant vectors scores nothing. The
+    i-th best answer (from 0) thus has rank 1 + i + the number of wrong documents with at least its score.
 
-    Recall@k is the share of answers within the first k; nDCG@k (Järvelin & Kekäläinen 2002) discounts them by
-    1 / log2(1 + rank), divided by the largest such sum; the reciprocal rank is that of the first answer.
+    Recall@k is the share of answers within the first k; nDCG@k (Järvelin & Kekäläinen 2002) is the sum of
+    1 / log2(1 + rank) over answers within the first k, divided by its maximum; MRR uses the rank of the first answer.
     """
     best, order = scores.masked_fill(~answers, -torch.inf).sort(dim=1, descending=True)
     is_answer = answers.gather(1, order)  # [n, D]: the answers first

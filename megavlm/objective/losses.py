@@ -1,35 +1,35 @@
-"""Losses of the next token, of answers, and of the embedded texts of a global batch (InfoNCE, sigmoid).
+"""Losses: next-token, preference (DPO, IPO, SimPO, ORPO, KTO), and contrastive over a global batch (InfoNCE, sigmoid).
 
-**InfoNCE** (van den Oord et al. 2018; CLIP, DPR), a share of the work on each rank. Of a query q and a positive p of
-it, with cosines s and temperature τ:
+**InfoNCE** (van den Oord et al. 2018; CLIP, DPR), distributed over ranks. For a query q and a positive p of q, with
+cosines s and temperature τ:
 
     ℓ(q→p) = −s(q,p)/τ + log( e^{s(q,p)/τ} + Σ_d e^{s(q,d)/τ} )
 
-over all documents d of the batch that do not answer q: positives and hard negatives of all queries, but for those that
-are the same as a positive of q. In the other direction, over all queries i that p does not answer,
+over all documents d of the batch that do not answer q: positives and hard negatives of all queries, except documents
+identical to a positive of q. In the other direction, over all queries i that p does not answer,
 
     ℓ(p→q) = −s(q,p)/τ + log( e^{s(q,p)/τ} + Σ_i e^{s(i,p)/τ} )
 
-A pair's loss is ℓ(q→p), or with `model.objective.symmetric` the mean of both. The batch's is their sum, which is
-divided by the number of pairs at the update, like sums over tokens.
+The loss of a pair is ℓ(q→p), or with `model.objective.symmetric` the mean of both directions. The loss of the batch is
+the sum over pairs, which is divided by the number of pairs at the update, like sums over tokens.
 
-Each rank gathers the normalised vectors of all ranks, and computes the losses of the pairs whose positive is its own. A
-reduce-scatter sums their gradients with respect to all vectors, and each rank continues with those of its own vectors.
-So each term is in one rank's loss, and the sum is that of one process.
+Each rank gathers the normalised vectors of all ranks, and computes the losses of the pairs whose positive is on this
+rank. A reduce-scatter sums the gradients with respect to all vectors, and each rank backpropagates the gradients of its
+own vectors. So each term is in one rank's loss, and the sum over ranks equals the loss of a single process.
 
 **Sigmoid** (Zhai et al. 2023, SigLIP), documents passed around a ring of ranks. With cosines s of all queries
 q and documents d, a learned scale t and bias b, and y = 1 for a positive of q, else −1:
 
     L = Σ_q Σ_d −log σ( y·(t·s(q,d) + b) )
 
-without documents that are the same as a positive of q; L is divided by the number of queries. Terms are independent,
-so a rank needs one block of documents at a time: its own first, then that of the previous rank, and so on. The gradient
-of a block is sent with it, and is complete when it returns. A rank has at most two blocks, the one that it computes
-with and the one that arrives.
+without other documents that are identical to a positive of q; L is divided by the number of queries. Terms are
+independent, so a rank needs one block of documents at a time: first its own, then the previous rank's, and so on. The
+gradient of a block is sent with the block, and is complete when the block returns. A rank holds at most two blocks:
+the block in use and the block being received.
 
-**Pairs of answers** have a loss each, whose sum is that of a batch. Of a prompt x with the chosen answer w and the
-rejected answer l, log π(y) is the log-probability of all tokens of an answer y, the last turn; |y| is their number, π₀
-the model that the run begins with, ε `label_smoothing`, σ the sigmoid.
+**Pairs of answers** have one loss per pair; the loss of a batch is the sum. For a prompt x with the chosen answer w and
+the rejected answer l, log π(y) is the log-probability of all tokens of an answer y, the last turn; |y| is the number of
+tokens, π₀ the model at the start of the run, ε `label_smoothing`, σ the sigmoid.
 
     DPO (Rafailov et al. 2023, with smoothed labels as Mitchell 2023)
         −(1 − ε) log σ(β h) − ε log σ(−β h)            h = log π(w)/π₀(w) − log π(l)/π₀(l)
@@ -40,17 +40,17 @@ the model that the run begins with, ε `label_smoothing`, σ the sigmoid.
     ORPO (Hong et al. 2024)
         −log p(w) − β log σ(log o(w) − log o(l))       log p(y) = log π(y) / |y|,  o = p / (1 − p)
 
-`rpo_alpha` adds −log π(w) / |w| so many times (Pang et al. 2024). A pair is in one micro-batch, so that sums over
-micro-batches and ranks, divided by the number of pairs, are the same at any layout.
+`rpo_alpha` is the weight of an added term −log π(w) / |w| (Pang et al. 2024). A pair is in one micro-batch, so that
+sums over micro-batches and ranks, divided by the number of pairs, are the same at any layout.
 
-**Rated answers** have a loss each, divided by their number. λ is `desirable_weight`.
+**Rated answers** have one loss per answer; the sum is divided by the number of answers. λ is `desirable_weight`.
 
     KTO (Ethayarajh et al. 2024) with z₀ = 0
-        λ (1 − σ(β h)) of a good answer y, 1 − σ(−β h) of a bad one      h = log π(y)/π₀(y)
+        λ (1 − σ(β h)) for a good answer y, 1 − σ(−β h) for a bad answer y      h = log π(y)/π₀(y)
 
-This is `apo_zero_unpaired` of TRL's KTOTrainer. Its `kto` subtracts from h a z₀ ≥ 0 without gradient, which is the mean
-of h over a batch of prompts with the answers of other prompts: one more forward pass, and a loss that depends on which
-records share a batch.
+This is `apo_zero_unpaired` of TRL's KTOTrainer. TRL's `kto` subtracts from h a z₀ ≥ 0 without gradient, the mean of h
+over a batch of prompts with the answers of other prompts: this needs one more forward pass, and the loss depends on
+which records share a batch.
 """
 
 from __future__ import annotations
@@ -84,17 +84,18 @@ from megavlm.objective.gather import (
     widths_of,
 )
 
-_LARGEST = math.log(100.0)  # CLIP's bound of a learned 1/τ
+_LARGEST = math.log(100.0)  # CLIP's upper bound of a learned log(1/τ)
 
 
 def next_token(
     batch: MicroBatch, num_sources: int, further_weight: float, losses: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed cross entropy of trained tokens, their number, and the sums for `Schedule.train`.
+    """Return the summed cross entropy of trained tokens, the number of trained tokens, and sums for `Schedule.train`.
 
-    `losses` are the cross entropies [B, S], the sums [2 + 2·num_sources]. With D layers that predict further tokens
-    losses are [(1 + D)·B, S], and the mean of those layers' sums is added `further_weight` times to what is minimised
-    (λ/D · Σ_k L_k of DeepSeek-V3, whose L_k are divided by the number of trained tokens, too).
+    `losses` are cross entropies [B, S]; the sums are [2 + 2·num_sources]. With D multi-token prediction layers,
+    `losses` are [(1 + D)·B, S], the mean over these layers of their summed losses is added to the loss with weight
+    `further_weight` (λ/D · Σ_k L_k of DeepSeek-V3, whose L_k are also divided by the number of trained tokens), and
+    the mean is appended to the sums.
     """
     rows = len(batch.text.tokens)
     mask = batch.text.loss_mask[:rows]
@@ -113,7 +114,7 @@ def next_token(
 
 
 def info_nce(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
-    """Return this rank's share of the InfoNCE loss over the texts of all ranks of a group."""
+    """Compute this rank's terms of the InfoNCE loss over the texts of all ranks of a group, and the gradients."""
     length = longest(len(own.members), group, own.members.device)
     members = gathered_members(own.members, length, group)
     texts = Texts(members)
@@ -138,11 +139,12 @@ def info_nce(own: Representations, options: ObjectiveConfig, group: dist.Process
 def _add_pairs(
     texts: Texts, unit: Tensor, scalars: Tensor, options: ObjectiveConfig, *, pairs: Tensor, losses: Tensor
 ) -> Tensor:
-    """Add the losses of some of `texts.pairs` to `losses` [N], and return the gradient of their sum, [T, w].
+    """Add the losses of `pairs`, indices into `texts.pairs`, to `losses` [T]; return the gradient of the sum, [N·L, w].
 
-    It is the gradient with respect to the vectors of length 1. That with respect to `scalars` is added to theirs.
+    The gradient is with respect to the unit vectors `unit`. The gradient with respect to `scalars` is accumulated in
+    `scalars.grad`.
 
-    Scores are computed a block of pairs at a time, so that their memory does not grow with the square of the batch.
+    Scores are computed for a block of pairs at a time, so that memory does not grow with the square of the batch.
     """
     query, document = (indices[pairs] for indices in texts.pairs)
     queries, documents = (unit[rows].requires_grad_(True) for rows in (texts.queries, texts.documents))
@@ -157,7 +159,7 @@ def _add_pairs(
 
 
 def scale_of(scalars: Tensor, options: ObjectiveConfig) -> Tensor:
-    """Return 1/τ, learned or fixed."""
+    """Return the inverse temperature 1/τ, learned (at most 100) or fixed."""
     if not len(scalars):
         return torch.tensor(1 / options.temperature, dtype=torch.float64, device=scalars.device)
     return scalars[0].clamp(max=_LARGEST).exp()
@@ -172,7 +174,7 @@ def _block(
     scale: Tensor,
     options: ObjectiveConfig,
 ) -> Tensor:
-    """Return the losses [n] of n pairs among all queries [Q, w] and documents [D, w], all of length 1."""
+    """Return the InfoNCE losses [n] of n pairs, against all queries [Q, w] and documents [D, w], all of length 1."""
     forth = _ranked(scale * queries[query] @ documents.t(), texts.answers(queries=query), document)
     if not options.symmetric:
         return forth
@@ -181,19 +183,19 @@ def _block(
 
 
 def _ranked(scores: Tensor, answers: Tensor, right: Tensor) -> Tensor:
-    """Return the cross entropy [n] of scores [n, m] for column `right`, without the columns of other answers."""
+    """Return the cross entropy [n] of scores [n, m] with target column `right`; other answers are masked out."""
     others = answers.scatter(1, right[:, None], False)
     return F.cross_entropy(scores.masked_fill(others, -math.inf), right, reduction="none")
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
-    """Return the gradient of a leaf; zeros if nothing depended on it."""
+    """Return the gradient of a leaf tensor; zeros if it has none."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 @dataclass(frozen=True, eq=False)
 class LossBlock:
-    """The documents of one rank: vectors [D, H], members [D, 4], and the sum of gradients [D, H] so far."""
+    """Documents of one rank, sent around the ring: vectors [D, H], members [D, 4], accumulated gradient [D, H]."""
 
     vectors: Tensor
     members: Tensor
@@ -201,7 +203,7 @@ class LossBlock:
 
 
 def sigmoid_loss(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
-    """Return this rank's share of the sigmoid loss over the texts of all ranks of a group."""
+    """Compute this rank's terms of the sigmoid loss over the texts of all ranks of a group, and the gradients."""
     texts = Texts(own.members)
     queries = own.vectors[texts.queries].detach().clone().requires_grad_(True)
     scalars = own.scalars.detach().clone().requires_grad_(True)
@@ -220,9 +222,9 @@ def sigmoid_loss(own: Representations, options: ObjectiveConfig, group: dist.Pro
 def _add_terms(
     texts: Texts, queries: Tensor, block: LossBlock, scalars: Tensor, options: ObjectiveConfig, *, home: bool
 ) -> Tensor:
-    """Return the sums of terms [Q] of this rank's queries with a block, and add their gradients to all inputs.
+    """Return the sum of each query's sigmoid loss terms with a block, [Q], and accumulate the gradients of all inputs.
 
-    Records of the `home` block have the same numbers as those of the queries.
+    `home`: the block is this rank's own, so that its record numbers match those of the queries.
     """
     losses = torch.zeros(len(queries), dtype=torch.float64, device=queries.device)
     records = texts.members[texts.queries, RECORD]
@@ -244,7 +246,7 @@ def _add_terms(
 
 
 def _padded(vectors: Tensor, members: Tensor, group: dist.ProcessGroup) -> LossBlock:
-    """Return a rank's documents as a block, padded to the length of the longest block of all ranks."""
+    """Return this rank's documents as a block, padded to the length of the longest block of all ranks."""
     missing = longest(len(vectors), group, vectors.device) - len(vectors)
     vectors = F.pad(vectors.detach(), (0, 0, 0, missing))
     return LossBlock(vectors, F.pad(members, (0, 0, 0, missing), value=PADDING), torch.zeros_like(vectors))
@@ -267,7 +269,7 @@ def _passed_on(block: LossBlock, group: dist.ProcessGroup) -> LossBlock:
 
 
 class _OverParts(torch.autograd.Function):
-    """Adds what context-parallel ranks have; each sends the gradient of the sum, which all have, into its own part."""
+    """Sum over context-parallel ranks. The backward pass is the identity: every rank has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: object, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -281,9 +283,9 @@ class _OverParts(torch.autograd.Function):
 
 
 def answer_log_probabilities(batch: MicroBatch, losses: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each answer of a micro-batch, and its number of tokens: [R] float64 each.
+    """Return the log-probability and the number of tokens of each answer of a micro-batch: [R] float64 each.
 
-    `losses` [B, S] are the cross entropies of this rank's part of the rows, whose other parts `group` has.
+    `losses` [B, S] are the cross entropies of this rank's part of the rows; the context-parallel `group` has all parts.
     """
     text = batch.text
     assert text.pool is not None
@@ -303,8 +305,8 @@ def preference_loss(
     """Return the summed loss of the pairs or rated answers of a micro-batch, their number, and the sums for
     `Schedule.train`.
 
-    These are [2 + 2·num_sources + 5]: as of `next_token`, then what is `Objective.measured`. Context-parallel ranks
-    compute the same, and the first one counts.
+    The sums are [2 + 2·num_sources + 5]: first as in `next_token`, then the metrics of `Objective.measured`. All
+    context-parallel ranks compute the same loss; number and sums are zero on all but the first.
     """
     logs, lengths = answer_log_probabilities(batch, losses, group)
     reference, members = batch.text.reference, batch.text.members
@@ -336,8 +338,9 @@ def preference_loss(
 def pair_losses(logs: Tensor, lengths: Tensor, reference: Tensor, options: ObjectiveConfig) -> tuple[Tensor, Tensor]:
     """Return the loss of each pair, [P], and the rewards of its answers, [P, 2].
 
-    Given are the log-probabilities, numbers of tokens and reference log-probabilities of answers, [2·P] each, in the
-    order chosen, rejected. Rewards are β · log π/π₀, or without a reference β · log π / |y|.
+    `logs`, `lengths` and `reference` are log-probabilities, numbers of tokens and reference log-probabilities of
+    answers, [2·P] each, in the order chosen, rejected. Rewards are β · log π/π₀, or β · log π / |y| without a
+    reference.
     """
     beta, kind = options.beta, options.kind
     lengths = lengths.clamp(min=1)
@@ -360,7 +363,7 @@ def pair_losses(logs: Tensor, lengths: Tensor, reference: Tensor, options: Objec
 
 
 def rated_losses(ratios: Tensor, good: Tensor, options: ObjectiveConfig) -> tuple[Tensor, Tensor]:
-    """Return the loss and the reward of each answer, [R] each, from log π/π₀ [R] and which answers are good, [R]."""
+    """Return the KTO loss and reward of each answer, [R] each, from log π/π₀ [R] and the mask of good answers [R]."""
     rewards = options.beta * ratios
     losses = torch.where(good, options.desirable_weight * torch.sigmoid(-rewards), torch.sigmoid(rewards))
     return losses, rewards.detach()
@@ -377,7 +380,7 @@ if WHOLE_BATCH.keys() != {name for name, objective in OBJECTIVES.items() if obje
 
 
 def whole_batch(kind: str) -> WholeBatchLoss:
-    """Return the loss function of an objective of embeddings, of this package or of an extension."""
+    """Return the loss function of an embedding objective, built in or registered by an extension."""
     if kind in WHOLE_BATCH:
         return WHOLE_BATCH[kind]
     entry = registered("objectives")[kind]

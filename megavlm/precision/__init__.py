@@ -1,1 +1,1 @@
-"""The number formats of layers: FP8 on devices that have it, emulated FP8 on others."""
+"""Number formats of layers: FP8 on devices with FP8 hardware, emulated FP8 on others."""

@@ -1,4 +1,4 @@
-"""Decide which layers a device and its software can run, from names and version numbers; errors are one line."""
+"""Choose between Transformer Engine's layers and torch's, from the device and version numbers; errors are one line."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _REMEDY = "pip install --no-build-isolation -e '.[gpu]'"
 
 @dataclass(frozen=True)
 class Device:
-    """The device and software that layers run on. `capability` is CUDA's (9, 0 for Hopper); None: no CUDA device."""
+    """Device and library versions that layers run on. `capability` is CUDA's (9, 0: Hopper); None: no CUDA device."""
 
     name: str
     capability: tuple[int, int] | None
-    te: Version | None  # Transformer Engine that is installed
-    te_error: str = ""  # why it cannot be loaded, though it is installed
+    te: Version | None  # installed version of Transformer Engine
+    te_error: str = ""  # why an installed Transformer Engine cannot be loaded
     mcore: Version = OLDEST_MCORE  # megatron-core, whose layers wrap Transformer Engine's
 
 
 def newest_te(mcore: Version) -> Version:
-    """Return the newest Transformer Engine (its minor version) for a version of megatron-core.
+    """Return the newest minor version of Transformer Engine that is supported with a version of megatron-core.
 
-    0.16 to 0.18 are taken for as old as 0.16.1, which declares "below 2.12"; 0.19 declares no bound, and 2.20.2 is the
-    newest whose sources have been read.
+    megatron-core 0.16 to 0.18 are treated like 0.16.1, which requires Transformer Engine "below 2.12". 0.19 declares no
+    bound; 2.20.2 is the newest Transformer Engine whose sources have been read.
     """
     return Version("2.20") if mcore.release >= (0, 19) else Version("2.11")
 
 
 def choose_implementation(asked: str, device: Device) -> str:
-    """Return `--transformer-impl` as "te" or "torch". Raises UserError if `te` is asked for but cannot run."""
+    """Resolve `--transformer-impl` to "te" or "torch". Raises UserError if "te" was requested but cannot run."""
     missing = _missing_for_te(device)
     if asked == "te" and missing:
         raise UserError(f"--transformer-impl te {missing}, or use --transformer-impl torch")

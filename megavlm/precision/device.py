@@ -1,4 +1,4 @@
-"""Decide what `--transformer-impl` and `--fp8` mean on this process's device."""
+"""Resolve `--transformer-impl` on this process's device, and check that the device can run `--fp8`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.precision.capability import Device, choose_implementation
 
-# Triton whose code of flash-linear-attention's backward pass is wrong on Hopper, so that it refuses (its issue 640).
+# Versions of Triton that compile flash-linear-attention's backward pass wrongly on Hopper, so that
+# flash-linear-attention refuses them (its issue 640).
 WRONG_ON_HOPPER = SpecifierSet(">=3.4,<3.7.1")
 EMULATED = ("tensorwise", "delayed")
-# What Transformer Engine is asked of each recipe; all need the first.
+# Functions of Transformer Engine that say whether a recipe is available; default: `is_fp8_available`.
 _ASKED = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
 
 
 @cache
 def device_at_hand() -> Device:
-    """Return this process's device. On a GPU, Transformer Engine is imported to find out whether that works."""
+    """Return this process's device. On a GPU, import Transformer Engine to find out whether it can be loaded."""
     te, mcore = _version_of("transformer_engine"), _version_of("megatron-core")
     assert mcore is not None, "megavlm requires it"
     if not torch.cuda.is_available():
@@ -37,12 +38,12 @@ def device_at_hand() -> Device:
 
 
 def implementation(config: Config) -> str:
-    """Return the implementation of layers, "te" or "torch". Raises UserError if the one asked for is missing."""
+    """Return the implementation of layers, "te" or "torch". Raises UserError if "te" was requested but cannot run."""
     return choose_implementation(config.execution.transformer_impl, device_at_hand())
 
 
 def check_device(config: Config) -> None:
-    """Raise UserError if this device cannot run the configuration."""
+    """Raise UserError if this process's device cannot run the configuration."""
     chosen = implementation(config)
     if config.precision.fp8 != "none":
         if chosen == "te":
@@ -67,7 +68,7 @@ def check_device(config: Config) -> None:
 
 
 def _check_linear_attention(device: Device) -> None:
-    """Raise UserError if a GPU has no kernels for linear attention (`model/delta_rule.py`) that train."""
+    """Raise UserError if the installed linear attention kernels (`model/delta_rule.py`) cannot train on this GPU."""
     fla, triton = _version_of("fla-core"), _version_of("triton") or "none"
     if fla is None or fla < Version("0.6"):
         raise UserError(f"linear attention on a GPU needs fla-core 0.6, not {fla}: pip install 'megavlm[linear]'")
@@ -79,14 +80,14 @@ def _check_linear_attention(device: Device) -> None:
 
 
 def check_te_fp8(config: Config) -> None:
-    """Raise UserError if Transformer Engine has no such FP8 on this device, or is not known to have it sharded."""
+    """Raise UserError if this device lacks the FP8 recipe, or if the recipe is untested with sharded parameters."""
     recipe, sharding = config.precision.fp8_recipe, config.parallel.data_parallel_sharding
     fp8: Any = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
     can, why_not = getattr(fp8, _ASKED.get(recipe, "is_fp8_available"))()
     if not can:
         instead = "--fp8-recipe tensorwise, or --fp8 none" if recipe in _ASKED else "--fp8 none"
         raise UserError(f"--fp8-recipe {recipe} cannot run on {device_at_hand().name} ({why_not}): use {instead}")
-    # Its own tests of `fully_shard` have the other recipes.
+    # Transformer Engine's tests of `fully_shard` cover the other recipes.
     if shards_gradients(config) and recipe == "blockwise":
         raise UserError(
             f"--fp8-recipe blockwise is not known to work with --data-parallel-sharding {sharding}: use --fp8-recipe "

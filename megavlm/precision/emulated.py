@@ -1,16 +1,16 @@
-"""FP8 without its hardware: operands are rounded to FP8 and back, the product is computed in bf16.
+"""Emulated FP8 for devices without FP8 hardware: operands are rounded to FP8 and back, products computed in bf16.
 
 Inputs and weights are rounded to e4m3; gradients of outputs to e5m2 (hybrid) or e4m3, each tensor with a scale.
-What remains between this and FP8 hardware is the rounding of x/s back to bf16, 2⁻⁹ relative where FP8's
-own is 2⁻⁴ or 2⁻³. A user sees what FP8 does to his loss; it is slower than bf16 everywhere.
+The remaining difference from FP8 hardware is the rounding of x/s back to bf16, 2⁻⁹ relative, while the rounding to FP8
+is 2⁻⁴ or 2⁻³. The emulation shows the effect of FP8 on the loss; it is slower than bf16 everywhere.
 
-A scale is what a tensor is multiplied with, before it is rounded, so that FP8's range holds it: one per tensor, chosen
-in one of two ways (Micikevicius et al. 2022, "FP8 formats for deep learning"): so that the largest of its present
-values becomes FP8's largest number (current scaling), or so that the largest of past passes does (delayed scaling),
-which spares reading the tensor twice. A value beyond the range becomes FP8's largest number.
+Each tensor is multiplied by a scale before it is rounded, so that its values fit into FP8's range. The scale is chosen
+in one of two ways (Micikevicius et al. 2022, "FP8 formats for deep learning"): it maps to FP8's largest number the
+tensor's largest present value (current scaling), or the largest value of past passes (delayed scaling), which avoids
+reading the tensor twice. Values beyond the range are clamped to FP8's largest number.
 
-Histories advance tensor by tensor and immediately: a layer runs once per pass, so that the new scale is not needed
-before the next pass, and no context around layers must know which of them ran.
+Histories are updated immediately, tensor by tensor: a layer runs once per pass, so that the new scale is not needed
+before the next pass, and no outer context has to track which layers ran.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ BACKWARD = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class CurrentScaling:
-    """The scale of a tensor of a layer by its current values on all ranks of a group, so that they round alike."""
+    """Current scaling of a tensor: the scale follows from the largest |x| on all ranks of a group, equal on each."""
 
     dtype: torch.dtype
     group: dist.ProcessGroup | None = None
 
     def scale(self, x: Tensor, *, remember: bool) -> Tensor:
-        """Return the scale of x, fp32 []. `remember`: x counts for later scales, if these depend on a history."""
+        """Return the scale of x, fp32 []. `remember` is ignored; delayed scaling records x if it is set."""
         scale = torch.finfo(self.dtype).max / largest(x, self.group)
         return torch.where(torch.isfinite(scale), scale, 1.0)  # nothing but zeros, or so small that 1/x is no number
 
 
 class AmaxHistory:
-    """The largest values of the last passes of some tensors that have one format, and their scales.
+    """Largest absolute values (amax) of some tensors of one FP8 format in the last passes, and the tensors' scales.
 
-    amax_history [length, tensors] and scale [tensors] are laid out as Transformer Engine does: row 0 is for the pass
-    under way, and zero between passes; rows 1 … length − 1 go from the oldest to the newest.
+    amax_history [length, tensors] and scale [tensors] have Transformer Engine's layout: row 0 is for the current pass,
+    and zero between passes; rows 1 … length − 1 go from the oldest to the newest.
     """
 
     def __init__(self, tensors: int, dtype: torch.dtype, length: int, group: dist.ProcessGroup | None) -> None:
-        """`length`: passes that are remembered."""
+        """Start with zero histories of `length` rows and scales of one."""
         self.dtype = dtype
         self.group = group
         self.amax_history = torch.zeros(length, tensors)
@@ -59,7 +59,7 @@ class AmaxHistory:
         self.closed = False
 
     def append(self, tensor: int, amax: Tensor) -> None:
-        """Record `amax`, the largest value of `tensor` in this pass, and compute the scale of the next pass."""
+        """Record `amax`, the largest |x| of tensor number `tensor` in this pass, and compute the next pass's scale."""
         rows = self.amax_history[:, tensor]
         rows[0] = amax
         wanted = rows.amax()
@@ -71,7 +71,7 @@ class AmaxHistory:
 
     @contextmanager
     def as_of(self, scale: Tensor) -> Iterator[None]:
-        """Return a context in which tensors are rounded by these earlier scales [tensors] and nothing is recorded."""
+        """Return a context that rounds tensors with earlier scales, `scale` [tensors], and records nothing."""
         latest, self.scale, self.closed = self.scale, scale, True
         try:
             yield
@@ -103,7 +103,7 @@ Scaling = CurrentScaling | DelayedScaling
 
 @dataclass(frozen=True)
 class Operands:
-    """The scales of the tensors that a linear layer's FP8 products read, by direction."""
+    """Scaling of a linear layer's FP8 operands: input, weight and gradient of the output."""
 
     input: Scaling
     weight: Scaling
@@ -112,16 +112,16 @@ class Operands:
 
 
 def current_operands(format: str, group: dist.ProcessGroup | None) -> Operands:
-    """Return current scaling over the ranks of `group`, the tensor-parallel ones."""
+    """Return the operands' current scaling, with amax over the tensor-parallel ranks in `group`."""
     forward = CurrentScaling(FORWARD, group)
     return Operands(input=forward, weight=forward, gradient=CurrentScaling(BACKWARD[format], group))
 
 
 def delayed_operands(format: str, length: int, group: dist.ProcessGroup | None) -> Operands:
-    """Delayed scaling over the ranks of `group`: tensor- and data-parallel ones, all that run a layer at a time.
+    """Return the operands' delayed scaling, with amax over `group`: the tensor- and data-parallel ranks of a layer.
 
-    Like Transformer Engine's modules they have places for the layer's output and its input's gradient, which are never
-    rounded here.
+    As in Transformer Engine's modules, histories also have columns for the layer's output and the input's gradient,
+    which are never rounded here.
     """
     forward, backward = AmaxHistory(3, FORWARD, length, group), AmaxHistory(2, BACKWARD[format], length, group)
     return Operands(
@@ -141,14 +141,14 @@ def largest(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def rounded(x: Tensor, scaling: Scaling, *, remember: bool = False) -> Tensor:
-    """Return x rounded to FP8 at this scale, in the type of x."""
+    """Round x to FP8 with the scale from `scaling`, and return it in the type of x."""
     limit = torch.finfo(scaling.dtype).max
     scale = scaling.scale(x, remember=remember)
     return ((x.float() * scale).clamp(-limit, limit).to(scaling.dtype).float() / scale).to(x.dtype)
 
 
 class Round(torch.autograd.Function):
-    """Rounds what passes forward, or the gradient that passes back as FP8 products would read it; the other stays."""
+    """Rounds the value to FP8 in the forward pass if `forward` is given, and the gradient if `backward` is given."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Scaling | None, backward: Scaling | None, remember: bool) -> Tensor:
@@ -161,10 +161,10 @@ class Round(torch.autograd.Function):
 
 
 class _EmulatesFp8:
-    """Before megatron-core's parallel linears: all three products (output, input's and weight's gradient) in FP8.
+    """Mixin for megatron-core's parallel linear layers that emulates FP8 in the forward product and both gradients.
 
-    A bias is added after the product, so that its own gradient is not rounded, as in Transformer Engine. A pass runs a
-    layer once, so delayed scaling may move its histories on at once: the new scales meet the next pass.
+    A bias is added after the product, so that its gradient is not rounded, as in Transformer Engine. A pass runs a
+    layer once, so delayed scaling can update its histories at once: the new scales are for the next pass.
     """
 
     training: bool
@@ -195,7 +195,7 @@ class EmulatedRowParallelLinear(_EmulatesFp8, RowParallelLinear):
 
 
 def same_when_repeated(run: Callable[[Tensor], Tensor], layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """`run` of a layer for recomputation: all calls but the first read the first one's scales and remember nothing."""
+    """Wrap `run` for recomputation: later calls use the scales of the first call and record nothing."""
     histories = list(_forward_histories(layer))
     before = [history.scale.clone() for history in histories]
     calls = count()

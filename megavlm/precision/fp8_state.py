@@ -1,15 +1,15 @@
-"""FP8 as initialisation and checkpoints meet it: weights that are kept in FP8, and delayed scaling's memory.
+"""FP8 in initialisation and checkpoints: weights that are kept in FP8, and the amax histories of delayed scaling.
 
-With `--fp8-param-gather` the distributed optimizer gathers weights in FP8. Transformer Engine makes the linear layers
-of an FP8 layer with weights of its own type, which looks like a bf16 tensor and holds FP8 numbers and a scale;
-megatron-core's buffers and optimizer know that type. Nothing else here should: who fills, saves or loads weights meets
-plain tensors. The truth is in the fp32 master weights. Weights that are not trained have none, are never gathered, and
+With `--fp8-param-gather` the distributed optimizer gathers weights in FP8. Transformer Engine creates the linear layers
+of an FP8 layer with weights of its own tensor type, which looks like a bf16 tensor and holds FP8 numbers and a scale.
+Only megatron-core's buffers and optimizer handle that type: code that fills, saves or loads weights gets plain tensors.
+The authoritative values are the fp32 master weights. Frozen weights have no master weights, are never gathered, and
 stay as they are.
 
-Delayed scaling's memory in checkpoints is plain tensors under names that know no layout. Transformer Engine keeps it in
-each module's extra state, a pickle, which a checkpoint must not hold. Of that state, the largest values of past passes
-and the scales that follow from them are what a resumed run needs. They are reduced over tensor- and data-parallel
-ranks, so every rank of a layer holds the same, and any layout may read them.
+Checkpoints hold the state of delayed scaling as plain tensors, under names that are independent of the layout.
+Transformer Engine keeps it in each module's extra state, a pickle, which a checkpoint must not hold. A resumed run
+needs only the amax histories and the scales. They are reduced over tensor- and data-parallel ranks, so every rank of a
+layer holds the same values, and a run with any layout can read them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from megavlm.parallel.shards import ParamShard
 
 
 def building(name: str, layer_config: Any, config: Config) -> AbstractContextManager[Any]:
-    """Return the context in which layer `name` is built: weights in FP8 if it keeps them so."""
+    """Return the context for building layer `name`; it creates weights in FP8 if the layer keeps FP8 weights."""
     return fp8_utils.get_fp8_context(layer_config, is_init=True) if keeps_fp8(name, config) else nullcontext()
 
 
 @contextmanager
 def plain_weights(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """In it, chunks have plain tensors in place of weights in FP8, to be filled before data parallelism wraps them.
+    """Return a context in which model chunks have plain tensors in place of FP8 weights, so that they can be filled.
 
-    At its end these are rounded, and what they were is kept until master weights have begun with it.
+    Use it before data parallelism wraps the chunks. On exit the tensors are rounded to FP8; their values before
+    rounding are kept on the host until the master weights have been initialised from them.
     """
     places = [
         (module, name, param)
@@ -64,7 +65,7 @@ def _marks(param: Tensor) -> dict[str, Any]:
 
 
 def _begin_with(param: Any, plain: Tensor) -> None:
-    """Round a parameter; keep its values before rounding on the host, from which the master weights start."""
+    """Round `plain` into an FP8 parameter; keep `plain` on the host as the initial value of the master weights."""
     if hasattr(param, "clear_high_precision_init_val"):
         param.clear_high_precision_init_val()
     with torch.no_grad():
@@ -75,7 +76,7 @@ def _begin_with(param: Any, plain: Tensor) -> None:
 
 
 def entries_to_save(entries: Mapping[str, Any], shards: Iterable[ParamShard]) -> dict[str, Any]:
-    """Return a chunk's checkpoint entries, with this rank's part of master weights in place of parameters in FP8."""
+    """Return a chunk's checkpoint entries, with this rank's shard of master weights in place of FP8 parameters."""
     in_fp8 = {id(entry.data): key for key, entry in entries.items() if fp8_utils.is_float8tensor(entry.data)}
     plain = {key: entry for key, entry in entries.items() if id(entry.data) not in in_fp8}
     masters = {
@@ -88,7 +89,7 @@ def entries_to_save(entries: Mapping[str, Any], shards: Iterable[ParamShard]) ->
 
 
 def entries_to_load(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chunk's entries to fill from a checkpoint; parameters in FP8 are replaced by plain tensors."""
+    """Return a chunk's entries for loading a checkpoint, with empty plain tensors in place of FP8 parameters."""
     return {
         key: replace(entry, data=torch.empty(entry.data.shape, dtype=entry.data.dtype, device=entry.data.device))
         if fp8_utils.is_float8tensor(entry.data)
@@ -102,14 +103,17 @@ _TENSORS = ("amax_history", "scale")
 
 
 def history_of(config: Config) -> dict[str, Any] | None:
-    """Return the format of the amax histories in a checkpoint, None without any. Formats are not compatible."""
+    """Return the format of a run's amax histories in checkpoints; None without delayed scaling.
+
+    Histories of different formats are not compatible.
+    """
     if config.precision.fp8 == "none" or config.precision.fp8_recipe != "delayed":
         return None
     return {"format": config.precision.fp8, "amax_history_len": config.precision.fp8_amax_history_len}
 
 
 def histories(chunk: nn.Module) -> dict[str, Tensor]:
-    """Return the history tensors by name, of every module that has run in FP8 or was prepared."""
+    """Return amax histories and scales, by name, of every module that has run in FP8 or was prepared."""
     found = {}
     for name, module in _fp8_modules(chunk):
         for side, word in _SIDES.items():
@@ -119,7 +123,7 @@ def histories(chunk: nn.Module) -> dict[str, Tensor]:
 
 
 def sharded_histories(chunk: nn.Module, *, replica: int) -> dict[str, ShardedTensor]:
-    """Return the histories as entries of megatron-core's checkpoints; replica 0 writes them."""
+    """Return the histories and scales as entries of megatron-core's checkpoints; replica 0 writes them."""
     return {
         name: ShardedTensor.from_rank_offsets(name, tensor, replica_id=replica)
         for name, tensor in histories(chunk).items()
@@ -127,7 +131,7 @@ def sharded_histories(chunk: nn.Module, *, replica: int) -> dict[str, ShardedTen
 
 
 def prepare(chunk: nn.Module, *, runs_in_fp8: Callable[[str], bool], recipe: Callable[[], Any]) -> None:
-    """Create the tensors that Transformer Engine would create in the first pass, so that a checkpoint can fill them."""
+    """Create the FP8 state that Transformer Engine creates in the first pass, so that a checkpoint can be loaded."""
     for name, module in _fp8_modules(chunk):
         if runs_in_fp8(name) and "scaling_fwd" not in module.fp8_meta:
             module.fp8_meta.setdefault("num_gemms", 1)
@@ -136,13 +140,13 @@ def prepare(chunk: nn.Module, *, runs_in_fp8: Callable[[str], bool], recipe: Cal
 
 
 def restore(chunk: nn.Module, loaded: Mapping[str, Tensor]) -> None:
-    """Fill the histories in place, because Transformer Engine's quantizers hold these tensors."""
+    """Copy loaded histories and scales in place, because Transformer Engine's quantizers hold these tensors."""
     for name, tensor in histories(chunk).items():
         tensor.copy_(loaded[name])
 
 
 def _fp8_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the linear layers that have FP8 state; that of attention, which runs in high precision, is not used."""
+    """Yield name and module of layers with FP8 state and a weight; core attention, in high precision, is left out."""
     for name, module in getattr(chunk, "module", chunk).named_modules():  # some wrap a chunk to shard it
         if hasattr(module, "fp8_meta") and hasattr(module, "weight"):
             yield name, module
