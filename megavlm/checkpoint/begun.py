@@ -1,4 +1,4 @@
-"""Read what the run that is continued began with. No torch."""
+"""Read the options with which a resumed run was started. No torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megavlm.rules.load import from_yaml_file
 from megavlm.storage import is_url
 from megavlm.storage.store import StoreError
 
-# The former neither compute nor read anything else; other sizes of the model are refused, with a line of their own.
+# `run` and `logging` change neither computation nor data; other model sizes are refused, with a message of their own.
 _ASIDE = ("run", "logging", "model.vision", "model.projector", "model.language")
 _LARGEST = 2**19  # bytes of a configuration
 
 
 def as_begun(config: Config) -> Config:
-    """Return the configuration with the values of the run that it continues for options that start anew else.
+    """Return the configuration with each unset option of `start_defaults` at its value in the run that is resumed.
 
-    Those of `start_defaults` that nobody set: another version's table, or a longer run, must not change the learning
-    rate of a run that is under way. What differs from the last time is printed, if the run folder is the same.
+    Another version's table of defaults, or a longer run, must not change the learning rate of a run that is under way.
+    If the run folder is the same, the options that differ from the last start are printed.
     """
     options, run_dir = config.checkpoint, Path(config.run.run_dir)
     if folders.checkpoints(run_dir / "checkpoints"):
@@ -65,16 +65,16 @@ def _with_values_in(config: Config, file: Path, *, prints: bool = False) -> Conf
 
 
 def _stored(url: str) -> bytes | None:
-    """Return the config.yaml beside the checkpoints of a store; None if there is none, or no checkpoint."""
+    """Return the content of config.yaml of a run in a store; None if the file or a complete checkpoint is missing."""
     try:
         store, _ = remote.place_of(url)
         return store.read("config.yaml", at_most=_LARGEST) if remote.complete_in(store) else None
-    except StoreError:  # who copies the checkpoint says what is wrong
+    except StoreError:  # the download of the checkpoint reports the error
         return None
 
 
 def changed_options(before: Config, now: Config) -> str | None:
-    """Return a line with each option that has another value than before, or None if there is none.
+    """Return a message that lists the options whose values differ between `before` and `now`; None if none differs.
 
     Both configurations are as given, with the values of `start_defaults`.
     """
@@ -91,7 +91,7 @@ def changed_options(before: Config, now: Config) -> str | None:
 
 
 def _bends(before: Config, now: Config) -> bool:
-    """Return whether the learning rate jumps, because it decays until the last step and that has moved."""
+    """Return whether the learning rate jumps: its decay ends at the last step, and the last step has moved."""
     optimizer = now.optimizer
     moved = (before.train.train_iters, before.train.epochs) != (now.train.train_iters, now.train.epochs)
     return moved and not is_set(optimizer, "lr_decay_iters") and optimizer.lr_decay_style != "constant"

@@ -1,7 +1,7 @@
-"""Read some rows of a checkpoint's tensors, whatever layout wrote it, without loading whole tensors.
+"""Read rows of a checkpoint's tensors, saved on any layout, without loading whole tensors.
 
-torch's own reader loads a record whole and copies it into a tensor that was there before: that takes twice the memory
-of the largest tensor, and copies each byte twice.
+torch's own reader loads a whole record and copies it into an existing tensor. This takes twice the memory of the
+largest tensor, and copies each byte twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stored:
 
 
 class TrainedRecords(Protocol):
-    """What reads weights at full precision: of a checkpoint, or of a model in training."""
+    """Interface to read weights at full precision, from a checkpoint or from a model in training."""
 
     stored: dict[str, Stored]
 
@@ -48,7 +48,7 @@ class CheckpointReader:
     """Reads rows of a checkpoint's tensors. Threads may share a reader."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Read the checkpoint's description. Raises UserError if it is damaged."""
+        """Read the checkpoint's list of tensors (`items.json`). Raises UserError if it is damaged."""
         self._checkpoint = checkpoint
         described = read_items(checkpoint)
         self.stored: dict[str, Stored] = {}
@@ -59,7 +59,7 @@ class CheckpointReader:
             self._records[key] = [described.storage_data[MetadataIndex(key, each.offsets)] for each in entry.chunks]
 
     def verify(self, keys: Iterable[str]) -> None:
-        """Read tensors and compare them with the checkpoint's sums. Raises UserError if they are not what was saved."""
+        """Read tensors and compare them with the checkpoint's checksums. Raises UserError if it is damaged."""
         try:
             if problem := first_look(self._checkpoint):
                 raise Damaged(problem)
@@ -89,12 +89,12 @@ class CheckpointReader:
 
 
 class TrainedReader(CheckpointReader):
-    """Reads weights at full precision: of what was trained, the fp32 main weights, from which the optimizer rounds
-    those that `CheckpointReader` reads, or with `averaged` their averages (`--ema-decay`).
+    """Reads weights at full precision: for trained weights, the optimizer's fp32 main weights or, with `averaged`,
+    their averages (`--ema-decay`). `CheckpointReader` reads the model's weights, which are rounded main weights.
     """
 
     def __init__(self, checkpoint: Path, *, averaged: bool = False) -> None:
-        """Read the checkpoint's metadata. Raises UserError also if it has no averages that are asked for."""
+        """Read the checkpoint's list of tensors. Raises UserError if it is damaged, or lacks averages to read."""
         super().__init__(checkpoint)
         if averaged and not any(key.startswith(_AVERAGES) for key in self.stored):
             raise UserError(f"{checkpoint} has no averaged weights: leave --ema out, or train with --ema-decay 0.999")
@@ -104,11 +104,11 @@ class TrainedReader(CheckpointReader):
         super().verify(map(self._held, keys))
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a tensor with all of its other dimensions: fp32 if it was trained."""
+        """Return rows [start, stop) of a weight, with all of its other dimensions; in fp32 if it was trained."""
         return super().read(self._held(key), start, stop)
 
     def _held(self, key: str) -> str:
         return next((held for kind in self._kinds if (held := kind + key) in self.stored), key)
 
 
-_values_at = cache(Record.values_at)  # of each record, which exports read some rows of at a time
+_values_at = cache(Record.values_at)  # cached for each record: an export reads a record some rows at a time

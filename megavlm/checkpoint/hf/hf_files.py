@@ -1,4 +1,4 @@
-"""Read and write the files of a Hugging Face folder: config.json, and rows of the tensors in its safetensors files.
+"""Read a Hugging Face folder (config.json, rows of its safetensors tensors), and write safetensors files by rows.
 
 Bytes of tensors are read and written at given offsets, without a file position, so threads can share a file.
 """
@@ -44,7 +44,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Tensors are read and written in pieces of this size: small enough that the allocator reuses their memory.
 PIECE_BYTES = 16 * 2**20
-# Each thread reads a piece and writes it. With several, the disk is busy while one of them copies in memory.
+# Each thread reads a piece and writes it. With several threads, the disk is busy while one thread copies in memory.
 THREADS = 3
 
 Task = TypeVar("Task")
@@ -61,7 +61,7 @@ def read_into(descriptor: int, tensor: Tensor, offset: int) -> None:
 
 
 def write_at(descriptor: int, tensor: Tensor, offset: int) -> None:
-    """Write a tensor's values, row-major, from `offset` on."""
+    """Write a tensor's values, row-major, to a file from byte `offset` on."""
     view = _bytes(tensor.contiguous())
     while view:
         count = os.pwrite(descriptor, view, offset)
@@ -69,7 +69,7 @@ def write_at(descriptor: int, tensor: Tensor, offset: int) -> None:
 
 
 def for_each(task: Callable[[Task], None], items: Iterable[Task]) -> None:
-    """Run `task` for all items on THREADS threads. Raises the first error; items that were not begun are left out."""
+    """Run `task` for all items on THREADS threads. Raises the first error and cancels the items not started yet."""
     with ThreadPoolExecutor(THREADS) as pool:
         futures = [pool.submit(task, item) for item in items]
         try:
@@ -86,7 +86,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of a tensor."""
+    """File, type, shape and byte offset of a tensor in a safetensors folder."""
 
     file: str
     shape: tuple[int, ...]
@@ -95,15 +95,15 @@ class TensorInfo:
 
 
 class HfFolder:
-    """Reads names, shapes and rows of the tensors of a folder. Threads may share it.
+    """Reads names, shapes and rows of the tensors of a Hugging Face folder. Threads may share it.
 
-    The safetensors library checks the files. Values are read without it, at the offsets that the headers name: the
-    library maps files into memory, and what was read stays there as long as a file is open.
+    The safetensors library checks the files. Values are read without the library, at the offsets in the headers: the
+    library maps files into memory, and values that were read stay in memory as long as the file is open.
     """
 
     def __init__(self, path: Path, *, weights: bool = True) -> None:
-        """Find the files of weights. Raises UserError if there is no folder, or if it holds no safetensors files, which
-        are no error without `weights`.
+        """Find the weight files. Raises UserError if `path` is no folder or, with `weights`, if the folder holds no
+        safetensors files.
         """
         self.path = path
         if not path.is_dir():
@@ -130,7 +130,7 @@ class HfFolder:
         return found
 
     def read(self, name: str, rows: slice) -> Tensor:
-        """Return rows of a tensor in the file's type, with all of its other dimensions; of a scalar, its value [].
+        """Return rows of a tensor in the file's type, with all of its other dimensions; for a scalar, a tensor [].
 
         Raises UserError for values that are NaN or infinite.
         """
@@ -146,18 +146,18 @@ class HfFolder:
         return out if info.shape else out[0]
 
     def copy(self, name: str, write: Callable[..., None]) -> None:
-        """Give all values of a tensor to `write(values, first_row=…)`, some rows at a time."""
+        """Read a tensor some rows at a time, and call `write(values, first_row=…)` with the rows of each read."""
         for run in self._runs(self.tensors[name]):
             write(self.read(name, run), first_row=run.start)
 
     def _runs(self, info: TensorInfo) -> Iterator[slice]:
-        """Return the rows of a tensor in pieces of at most PIECE_BYTES, or one row."""
+        """Return the row ranges that divide a tensor into pieces of at most PIECE_BYTES, or of one row."""
         height, *trailing = info.shape or (1,)
         rows = max(1, PIECE_BYTES // max(1, math.prod(trailing) * DTYPES[info.dtype].itemsize))
         return (slice(start, start + rows) for start in range(0, height, rows))
 
     def same(self, name: str, other: str) -> bool:
-        """Return whether two tensors agree in type, shape and values. They are read some rows at a time."""
+        """Return whether two tensors agree in type, shape and values; both are read some rows at a time."""
         one, two = self.tensors[name], self.tensors[other]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
@@ -179,9 +179,9 @@ def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
 
 @lru_cache(maxsize=1024)
 def _parsed(folder: Path, file: str, size: int, modified: int) -> dict[str, TensorInfo]:
-    """Return what `_header` returns, once for a file that stays as it is: a run opens its folders several times."""
+    """Parse a header for `_header`; cached by size and modification time, as a run opens its folders several times."""
     path = folder / file
-    with safe_open(str(path), framework="pt"):  # refuses what is truncated or contradicts itself
+    with safe_open(str(path), framework="pt"):  # refuses a file that is truncated or contradicts itself
         pass
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -196,7 +196,7 @@ def _parsed(folder: Path, file: str, size: int, modified: int) -> dict[str, Tens
     }
 
 
-# What people give for a model, by a file that it has, and what to give.
+# Folders that users mistake for a model: a file that identifies the kind of folder → the end of the error message.
 _NO_MODELS = {
     "adapter_config.json": "is an adapter of PEFT: give the model that it was made for, or merge both with PEFT",
     "metrics.jsonl": "is a run: go on with it by --load, or write its weights with megavlm convert export",
@@ -282,7 +282,7 @@ class StreamedFile:
 
 
 def _architecture(folder: Path) -> str:
-    """Return the class that the config.json of a folder names, "" where it names none."""
+    """Return the `…ForConditionalGeneration` class that a folder's config.json names; "" if it names none."""
     match read_json(folder / "config.json").get("architectures"):
         case [str(name), *_] if name.endswith("ForConditionalGeneration"):
             return name
@@ -290,7 +290,7 @@ def _architecture(folder: Path) -> str:
 
 
 def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32) -> Any:
-    """Return the model in evaluation mode, on the CPU; `dtype` "auto" is the type of the files.
+    """Return the Transformers model of a folder in evaluation mode, on the CPU; `dtype` "auto" is the files' type.
 
     No code of the folder runs, nothing is fetched, and pickled weights are not read. Raises UserError where
     Transformers is not installed or refuses the folder.

@@ -1,6 +1,6 @@
-"""Read slices of weights from rows of Hugging Face tensors, and give rows of weights as such rows.
+"""Convert between slices of megavlm weights and rows of Hugging Face tensors.
 
-A family's table says which rows these are (`families/shared/table.py`).
+A family's table (`families/shared/table.py`) says which rows of which tensors a weight consists of.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megavlm.families.shared.table import RowPair, Rule, Shape, Stack, Transpose
 
 
 class RowReader(Protocol):
-    """What reads rows of tensors: a folder, or one that several ranks read together."""
+    """Interface to read rows of Hugging Face tensors: an `HfFolder`, or a `SharedFolder` that several ranks read."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
@@ -26,7 +26,7 @@ class RowReader(Protocol):
 
 
 def reads_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Iterator[tuple[str, slice]]:
-    """Yield the name of each Hugging Face tensor that `slice_of` reads and the rows of it, in the order of reading."""
+    """Yield (Hugging Face name, row range) for each read that `slice_of` makes, in the order of reading."""
     if isinstance(rule, Stack):
         for each in rule.rules[index[0]]:
             yield from reads_of(folder, each, real[1:], index[1:])
@@ -36,8 +36,9 @@ def reads_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...
 
 
 def slice_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
-    """Return the slice `index` of a megavlm weight of shape `real` whose tensors are in `folder`, in their type; in one
-    that holds the values of all if they have several.
+    """Return the slice `index` of a megavlm weight of shape `real`, read from the Hugging Face tensors in `folder`.
+
+    The slice has the tensors' type or, if they have several, one that represents the values of all.
     """
     if isinstance(rule, Stack):
         return _joined([slice_of(folder, each, real[1:], index[1:]) for each in rule.rules[index[0]]])
@@ -62,12 +63,12 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the type that holds the values of all of these; of none, fp32."""
+    """Return the type that represents the values of all of `dtypes`; fp32 if there are none."""
     return reduce(torch.promote_types, dtypes) if (dtypes := [*dtypes]) else torch.float32
 
 
 def _rows_of(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> slice:
-    """Return the rows to read for a pair: all where they are no rows of the tensor in the file."""
+    """Return the rows of a file's tensor to read for a pair: all rows if the tensor is transposed or nested."""
     shape = folder.tensors[pair.hf_name].shape
     nested = len(shape) > len(real) and shape[0] == 1 and not isinstance(rule, TransposeEach)  # [1, N, H] for [N, H]
     return slice(None) if isinstance(rule, Transpose) or nested else pair.hf_rows
@@ -98,7 +99,10 @@ def widened(weight: Tensor, own: int, wanted: int, *, repeat: bool) -> Tensor:
 
 
 def pieces_of(rule: Rule, values: Tensor, start: int, shape: Shape) -> Iterator[tuple[str, slice, Tensor]]:
-    """Yield views of rows of a weight of this shape, from row `start` on, as rows of Hugging Face tensors."""
+    """Yield (Hugging Face name, its rows, view of `values`) for `values`, the rows of a weight from row `start` on.
+
+    `shape` is the shape of the whole megavlm weight.
+    """
     if isinstance(rule, Stack):
         for number, each in enumerate(values, start):
             yield from pieces_of(rule.rules[number], each, 0, shape[1:])
