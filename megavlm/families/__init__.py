@@ -1,7 +1,7 @@
 """The Hugging Face architectures that can be trained: each module of this package declares one or a few `Family`s.
 
-A new family is a module here and nothing else. `shared` holds what several families use. Importing this needs no
-torch, so that the planner's command can list the published models.
+A new family needs one new module in this package and no other change. `shared` holds code that several families use.
+Importing the package needs no torch, so that the planner's command can list the published models.
 """
 
 from __future__ import annotations
@@ -48,30 +48,31 @@ CHAT_TEMPLATES: Mapping[str, NamedTemplate] = {
     template.name: template
     for template in (*SHARED, *(family.chat_template for family in FAMILIES if family.chat_template))
 }
-# What config.json of a released model says beyond the defaults, by the name under which it can be planned for. A llama
-# that says nothing is Llama 2; gpt_7_1b has the 7.1e9 parameters of Megatron-LM's scaling table, with an MLP of three
-# matrices of 8/3·H in place of two of 4·H.
+# Settings of released models' config.json beyond the defaults, by the name that the planner accepts. A llama without
+# settings is Llama 2; gpt_7_1b has the 7.1e9 parameters of Megatron-LM's scaling table, with an MLP of three matrices
+# of 8/3·H in place of two of 4·H.
 _RELEASED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
 PUBLISHED: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
     name: (family, values) for family in FAMILIES for name, values in _RELEASED.get(family.name, {}).items()
 }
-# "<image>" first: tokenizers of newer families are made from older ones and may have several of these.
+# "<image>" first: tokenizers of newer families extend older ones and may have several of these texts.
 IMAGE_TEXTS: tuple[str, ...] = tuple(dict.fromkeys(("<image>", *(family.image_text for family in FAMILIES))))
 
 _PUBLISHED = ("model", "published")
-# The vision tower of a language model that is planned for by itself: no image passes it.
+# Placeholder vision tower for planning a language model alone: no image passes it.
 _NO_VISION = VisionConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, image_size=8)
 
 
 def families() -> tuple[Family, ...]:
-    """Return the families of this package, those of extensions, and the folders of connectors."""
+    """Return the families of this package, those of extensions, and those of connector folders."""
     added = (entry.load() for entry in registered("families").values() if isinstance(entry, Entry))
     return (*FAMILIES, *added, *connector_families())
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:
-    """Return `model_type` of a config.json, with its architecture or the type of its vision tower where a family is for
-    these alone.
+    """Return the kind of a config.json: its `model_type`, or "model_type/X" if a family exists for that.
+
+    X is an entry of `architectures` or the model_type of the vision tower.
     """
     tower, architectures = config.get("vision_config"), config.get("architectures")
     inner = [*architectures] if isinstance(architectures, list) else []
@@ -82,7 +83,7 @@ def kind_of(config: Mapping[str, Any]) -> Any:
 
 
 def family_of(settings: Settings) -> Family:
-    """Return the family that a config.json belongs to. Raises UserError, naming the known ones, if there is none."""
+    """Return the family that a config.json belongs to. Raises UserError, which lists the known types, if none fits."""
     settings.need("model_type")
     kind = kind_of(settings.values)
     for family in families():
@@ -105,10 +106,15 @@ def processor_from(
 ) -> Processor:
     """Return the image processor that a `preprocessor_config.json` describes, with the patches of `model`.
 
-    Newer folders hold the options as `image_processor` inside `processor_config.json`: give that file then. `fast` is
-    `Processor.fast`, `video` what a `video_preprocessor_config.json` says, if there is one, and `model_type` is the
-    folder's, which decides between families with one class of image processors, and how videos are prepared where no
-    class of video processors is named. Raises UserError, in one line, for what is not supported.
+    Raises UserError, in one line, for options that are not supported.
+
+    Args:
+        preprocessor_config: the file's content. Newer folders have the options as `image_processor` inside
+            `processor_config.json`; pass the content of that file for them.
+        fast: see `Processor.fast`.
+        video: content of `video_preprocessor_config.json`, if the folder has this file.
+        model_type: model type of the folder. It selects between families that share an image processor class, and
+            takes precedence over the class of video processors.
     """
     name, options = class_of(preprocessor_config)
     found = [reader for family in families() for reader in family.image_processors]
@@ -125,7 +131,7 @@ def processor_from(
 
 
 def _video_processor(options: Any, model: ModelConfig, model_type: str | None) -> VideoProcessor | None:
-    """Return the processor of a model's videos; None for a model that is trained on images alone."""
+    """Return the video processor of a model; None for a model that is trained on images alone."""
     if not isinstance(options, Mapping):
         raise UserError("video_processor in processor_config.json is no object: correct it, or copy the file again")
     reader = VIDEO_READERS.get(model_type or "") or VIDEO_READERS.get(video_class_of(options) or "")
@@ -133,12 +139,12 @@ def _video_processor(options: Any, model: ModelConfig, model_type: str | None) -
 
 
 def chat_template_of(model_type: str | None) -> NamedTemplate | None:
-    """Return the chat template of models of this type, for folders that come without one."""
+    """Return the chat template for folders of this model type that have none; None if no family has one."""
     return next((family.chat_template for family in families() if model_type in family.model_types), None)
 
 
 def published_model(name: str, *, option: str = "--model") -> ModelConfig:
-    """Return the sizes of a published model. Raises UserError, with a suggestion, for a name that is not known."""
+    """Return the `ModelConfig` of a published model. Raises UserError, with a suggestion, for an unknown name."""
     if name not in PUBLISHED:
         hint = ": give a folder, or the hub's OWNER/NAME, to --hf" if option == "--model" and "/" in name else ""
         hint = hint or did_you_mean(name, PUBLISHED) or f": choose one of {', '.join(PUBLISHED)}"
@@ -155,7 +161,7 @@ def published_model(name: str, *, option: str = "--model") -> ModelConfig:
 def with_published(config: Config, values: Mapping[tuple[str, ...], Any]) -> Config:
     """Return a copy of `config` with the values at the given paths replaced.
 
-    The name of a published model brings its sizes; a value beside it counts, as it does beside a default.
+    The name of a published model sets all sizes of the model; other given values override them.
     """
     if (name := values.get(_PUBLISHED, config.model.published)) != config.model.published:
         config = without_published(config)
@@ -165,7 +171,7 @@ def with_published(config: Config, values: Mapping[tuple[str, ...], Any]) -> Con
 
 
 def without_published(config: Config) -> Config:
-    """Return the configuration with the defaults in place of the sizes that --published-model brought."""
+    """Return the configuration with sizes that --published-model set reset to defaults; changed sizes are kept."""
     if config.model.published is None:
         return config
     sizes = _published_sizes(config.model.published)
@@ -175,7 +181,7 @@ def without_published(config: Config) -> Config:
 
 
 def _published_sizes(name: str) -> dict[tuple[str, ...], Any]:
-    """Return the value of each option that describes a published model. Raises UserError for an unknown name."""
+    """Return the value of each option that a published model sets, by path. Raises UserError for an unknown name."""
     model = replace(Config(), model=published_model(name, option="--published-model"))
     found = {option: value_at(model, option.path) for option in options() if option.path[0] == "model"}
     return {

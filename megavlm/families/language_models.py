@@ -1,4 +1,4 @@
-"""Language models by themselves, which --language-from takes."""
+"""Families of standalone language models, for --language-from: Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3."""
 
 from __future__ import annotations
 

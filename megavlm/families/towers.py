@@ -1,4 +1,4 @@
-"""Vision towers by themselves, which --vision-from takes."""
+"""Families of standalone vision towers, for --vision-from: CLIP, SigLIP and InternViT."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _tower(
     processors: tuple[ProcessorReader, ...] = (),
 ) -> Family:
     def config(settings: Settings) -> ModelConfig:
-        # A whole CLIP or SigLIP holds its tower's settings in a section, a tower alone at the top.
+        # A whole CLIP or SigLIP has the tower's settings in a section, a standalone tower has them at the top level.
         return ModelConfig(
             vision=read(settings.section("vision_config") if "vision_config" in settings.values else settings)
         )
@@ -36,14 +36,14 @@ def _tower(
     )
 
 
-# Layers after the features', the pooled output's parts; a whole CLIP's or SigLIP's text side.
+# Layers after the feature layer, parts of the pooled output, and the text tower of a whole CLIP or SigLIP.
 _BESIDE = (
     r"(vision_model\.)?(encoder\.layers|post_layernorm|head)\..*",
     r"(text_model|text_projection|visual_projection)\..*",
     r"logit_scale|logit_bias|.*position_ids",
 )
 
-# Features of the second to last layer, LLaVA's choice, are the default; model.vision.feature_layer takes others.
+# Features of the second to last layer (as in LLaVA) are the default; model.vision.feature_layer selects another.
 CLIP = _tower(
     "clip",
     ("clip", "clip_vision_model"),

@@ -69,11 +69,12 @@ class Family:
 
     Args:
         name: the family's name in messages.
-        model_types: values of `model_type` in config.json that belong to the family; "llava/pixtral"
-            combines the model_type of the outer configuration with that of its vision_config.
+        model_types: values of `model_type` in config.json that belong to the family; "llava/pixtral" combines
+            the model_type of the outer configuration with that of its vision_config.
         config: config.json → `ModelConfig`. Raises UserError for a setting that `ModelConfig` cannot express exactly.
         table: `ModelConfig` and prefixes → where each megatron-core tensor is in the files.
-        name_prefixes: sets of name prefixes, newest first; the set with most names in a folder is used, else the first.
+        name_prefixes: sets of name prefixes, newest first; the set with the most names in a folder is used (of equal
+            ones the first).
         parts: which parts of a VLM its checkpoints hold: "vision", "projector", "language".
         unused: patterns (regular expressions, full match) of weights that do not affect the features. They are not
             trained, and are exported unchanged.

@@ -1,4 +1,4 @@
-"""What the Qwen-VL families share: the tower's attention, M-RoPE, the merger, the image processor and `inputs`."""
+"""Code that the Qwen-VL families share: tower attention, M-RoPE, the merger, the image processor and `inputs`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFIXES = (
 
 
 def with_experts(*ways: ExpertFiles) -> tuple[NamePrefixes, ...]:
-    """Return the name prefixes of a mixture of experts, one for each of the ways in which files store the experts."""
+    """Return one set of name prefixes for each way in which files store experts."""
     return tuple(replace(PREFIXES[0], experts=way) for way in ways)
 
 
@@ -37,7 +37,7 @@ UNGATED = {hf_name: name for hf_name, name in ACTIVATIONS.items() if name != "sw
 
 
 def with_defaults(settings: Settings, defaults: Mapping[str, Any]) -> Settings:
-    """Return a section with what its configuration class fills in where config.json is silent."""
+    """Return a section in which `defaults` of its configuration class replace absent and null settings."""
     given = {name: value for name, value in settings.values.items() if value is not None}
     return Settings({**defaults, **given}, settings.where)
 
@@ -50,9 +50,9 @@ def model_config(
     text: LanguageConfig,
     steps_per_second: float | None = None,
 ) -> ModelConfig:
-    """Return a model of this vision tower and language model; `tower` is the section of the tower.
+    """Return the `ModelConfig` of a vision tower and a language model; `tower` is the tower's section of config.json.
 
-    `steps_per_second` are those of videos' positions; None: a step for each group of frames.
+    `steps_per_second`: position steps per second of video; None: one step for each group of frames.
     """
     return ModelConfig(
         vision=vision,
@@ -67,9 +67,9 @@ def model_config(
 def text_model(
     settings: Settings, *, kind: str, tied: bool, section: tuple[int, ...], interleaved: bool
 ) -> LanguageConfig:
-    """Return a language model of the family `kind`, whose pairs of channels turn with time, height or width.
+    """Return a language model of type `kind` with M-RoPE: channel pairs rotate with time, height or width.
 
-    `section` is what the architecture takes where config.json gives no sections.
+    `section` is the architecture's default for mrope_section.
     """
     rope = {**settings.get("rope_scaling", {}), **settings.get("rope_parameters", {})}
     return replace(
@@ -80,7 +80,7 @@ def text_model(
 
 
 def vision_sizes(tower: Settings) -> dict[str, Any]:
-    """Return the sizes that the towers spell alike."""
+    """Return the sizes, rotary base and norm epsilon of a tower; all Qwen-VL and GLM-V towers name them the same."""
     return {
         "num_layers": tower.need("depth"),
         "hidden_size": tower.need("hidden_size"),
@@ -95,7 +95,10 @@ def vision_sizes(tower: Settings) -> dict[str, Any]:
 
 
 def merger(tower: Settings, text: LanguageConfig) -> ProjectorConfig:
-    """Return the merger: N×N patches joined, an inner layer as wide, then the text's width (norm: `vision.norm`)."""
+    """Return the merger: N×N patches concatenated, an inner layer of that width, an output of the text's width.
+
+    Its norm is `vision.norm`. Raises UserError if the tower's output width is not the text's width.
+    """
     if tower.need("out_hidden_size") != text.hidden_size:
         refuse(tower, "out_hidden_size", f"features must be as wide as the language model, {text.hidden_size}")
     side = tower.get("spatial_merge_size", 2)
@@ -103,7 +106,7 @@ def merger(tower: Settings, text: LanguageConfig) -> ProjectorConfig:
 
 
 def patch_embed_table(vision: VisionConfig, prefix: str) -> Table:
-    """Return the table of the convolution over time, height and width: the same weight, flattened."""
+    """Return the table of the patch convolution over time, height and width; its weight is flattened here."""
     side = vision.patch_size
     view = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, side, side)
     return {
@@ -113,7 +116,7 @@ def patch_embed_table(vision: VisionConfig, prefix: str) -> Table:
 
 
 def attention_table(vision: VisionConfig, layer: str, hf_layer: str) -> Table:
-    """Return the rows for the norms and the attention of one vision layer; each family adds its MLP's rows."""
+    """Return the table of the norms and the attention of one vision layer; each family adds the table of its MLP."""
     table: Table = {
         f"{layer}self_attention.linear_qkv.{leaf}": FusedQKV(
             f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads, groups=vision.num_query_groups
@@ -125,9 +128,9 @@ def attention_table(vision: VisionConfig, layer: str, hf_layer: str) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return tokens, which of them are images and videos, and patches: block by block, a still repeated over time.
+    """Return tokens, token types (image or video), and patches in block order, with stills repeated over time.
 
-    With videos the positions are given too: the model would ask for the seconds between groups of frames.
+    Batches with videos also get position_ids, because the model would need the seconds between groups of frames.
     """
     import torch
 
@@ -152,7 +155,7 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeResolution(Processor):
-    """Resizes an image to sides near its own that whole features cover. Patches stay row-major and single-frame."""
+    """Resizes an image to nearby sides that are multiples of a feature. Patches stay row-major and single-frame."""
 
     min_pixels: int
     max_pixels: int
@@ -173,7 +176,7 @@ class NativeResolution(Processor):
 
 
 def native_bounds(options: Json, model: ModelConfig, *, file: str = "preprocessor_config.json") -> dict[str, Any]:
-    """Return the file's bounds of pixels. Raises UserError if its patches are not the model's."""
+    """Return the pixel bounds of a processor's file. Raises UserError if its patch or merge size is not the model's."""
     require_model_value(options, "patch_size", model.vision.patch_size)
     require_model_value(options, "merge_size", model.projector.pixel_shuffle)
     size = options["size"]

@@ -1,7 +1,7 @@
-"""`config.json` as its families read it: nested, with the defaults of Transformers' classes, strict about meanings.
+"""Read the settings of a `config.json`: nested sections, defaults of Transformers' classes, type and range checks.
 
-Of each name it says what the setting may be: types, and ranges far beyond any model of today. A name means the same in
-all families and sections; what is not here is compared with known values where it is used.
+The tables hold the type of each setting, and a range far beyond any model of today. A name means the same in all
+families and sections. A setting that is not in the tables is compared with known values where it is used.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _SETTINGS: dict[str, Expected] = {
     **_each(whole(1, 2**10), "num_experts_per_tok n_group topk_group"),
     "first_k_dense_replace": whole(0, 2_000),
 }
-# Of `rope_scaling` and `rope_parameters`, and of sections in them.
+# Settings in `rope_scaling` and `rope_parameters`, and in their sections.
 _ROPE: dict[str, Expected] = {
     "rope_theta": number(1e-3, 1e15),
     **_each(TEXT, "rope_type type"),
@@ -104,7 +104,7 @@ _ROPE: dict[str, Expected] = {
 
 
 def check_setting(name: str, value: Any, where: str) -> None:
-    """Raise UserError for a setting of a config.json, or of a section of it, that is of another type or size."""
+    """Raise UserError if a setting of a config.json or of one of its sections has a wrong type or is out of range."""
     kind = _SETTINGS.get(name) or _ROPE.get(name)
     if kind is not None:
         check({name: value}, {name: kind}, where)
@@ -114,36 +114,36 @@ def check_setting(name: str, value: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds a section of a `config.json`. `where` names it in messages."""
+    """Section of a `config.json`. `where` names the section in messages."""
 
     values: Mapping[str, Any]
     where: str
 
     def get(self, name: str, default: Any) -> Any:
-        """Return a setting; what is absent or null has the default of the configuration's class.
+        """Return a setting, or `default` (that of the configuration class) if it is absent or null.
 
-        Raises UserError for a type or size that no model has.
+        Raises UserError if the setting has a wrong type or is out of range.
         """
         value = self.values.get(name)
         check_setting(name, value, self.where)
         return default if value is None else value
 
     def need(self, name: str) -> Any:
-        """Return a setting without a default."""
+        """Return a setting that has no default. Raises UserError if it is absent or null."""
         value = self.get(name, None)
         if value is None:
             raise UserError(f"{self.where} has no {name!r}: this folder is incomplete or of another kind")
         return value
 
     def section(self, name: str) -> Settings:
-        """Return a nested section, empty where it is absent."""
+        """Return a nested section; an empty one if it is absent."""
         values = self.get(name, {})
         if not isinstance(values, Mapping):
             raise UserError(f"{self.where}: {name!r} is no section: the file is damaged")
         return Settings(values, f"{self.where}: {name}")
 
     def square(self, name: str, default: int) -> int:
-        """Return a side length that may be written as [side, side]."""
+        """Return a side length that may be written as [side, side]. Raises UserError if the sides differ."""
         value = self.get(name, default)
         sides = {value} if isinstance(value, int) else set(value)
         if len(sides) != 1:
@@ -151,18 +151,18 @@ class Settings:
         return int(sides.pop())
 
     def choice(self, name: str, choices: Mapping[str, str], default: str) -> str:
-        """Return a setting translated to the value of `ModelConfig` for it."""
+        """Return a setting translated by `choices` to its value in `ModelConfig`. Raises UserError for other values."""
         value = self.get(name, default)
         if value not in choices:
             refuse(self, name, f"known are {', '.join(choices)}")
         return choices[value]
 
     def require(self, name: str, *expected: Any, why: str) -> None:
-        """Refuse anything but the given values; absent is fine."""
+        """Raise UserError if a setting is present and its value is not one of `expected`."""
         if self.get(name, expected[0]) not in expected:
             refuse(self, name, why)
 
 
 def refuse(settings: Settings, name: str, why: str) -> NoReturn:
-    """Raise UserError for a setting that is known but not supported: nothing else is computed in its place."""
+    """Raise UserError for a setting with an unsupported value, so that nothing else is computed in its place."""
     raise UserError(f"{settings.where}: {name} = {settings.values.get(name)!r:.200} is not supported: {why}")

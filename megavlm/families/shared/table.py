@@ -1,11 +1,13 @@
-"""Declare which rows of which Hugging Face tensors make up each megatron-core tensor. Reading and writing, LoRA's
-names and the list of missing tensors follow from this one declaration. No torch.
+"""Rules that declare which rows of which Hugging Face tensors make up each megatron-core tensor.
 
-The two sides differ in names and in the order of rows: megatron-core fuses query, key and value per key/value head,
-and gate over up. The trailing dimensions agree once a convolution's are flattened. (`Transpose` and `TransposeEach` are
-the exceptions.) So a `Rule` names the Hugging Face tensors and gives, for a megatron-core tensor of some shape, the
-ranges of their rows that it consists of, first row first. A slice of the megatron-core tensor is read from parts of
-these ranges, and a Hugging Face tensor is written from the same parts. `Stack` has a rule for each expert.
+Reading, writing, LoRA's names and the list of missing tensors follow from these rules. No torch.
+
+Both formats differ in names and in the order of rows: megatron-core fuses query, key and value per key/value head,
+and gate over up. The trailing dimensions agree once those of a convolution are flattened. (`Transpose` and
+`TransposeEach` are the exceptions.) So a `Rule` names the Hugging Face tensors and gives, for a megatron-core tensor of
+a given shape, the ranges of Hugging Face rows that make it up, first row first. A slice of the megatron-core tensor is
+read from parts of these ranges, and a Hugging Face tensor is written from the same parts. `Stack` has a rule for each
+expert.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ class HFRows:
 
 
 class Rule(Protocol):
-    """Says how one megatron-core tensor consists of Hugging Face tensors."""
+    """Interface of a rule: how one megatron-core tensor is assembled from Hugging Face tensors."""
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Return the Hugging Face tensors; each belongs to one rule, which uses all of it."""
+        """Return the names of the Hugging Face tensors. Each tensor belongs to one rule, which uses all of its rows."""
         ...
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
-        """Return the Hugging Face rows that a megatron-core tensor of this shape, without padding, consists of."""
+        """Return the Hugging Face rows, in order, of a megatron-core tensor of this shape (without padding)."""
         ...
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
-        """Return the shapes of the Hugging Face tensors of a megatron-core tensor of this shape, by name."""
+        """Return the shape of each Hugging Face tensor, by name, for a megatron-core tensor of this shape."""
         ...
 
 
@@ -50,7 +52,7 @@ Table = dict[str, Rule]  # by megatron-core name
 
 
 def _shapes(rows: list[HFRows], columns: Shape) -> dict[str, Shape]:
-    """Return the shapes of tensors of which these are all rows, each of the shape `columns`."""
+    """Return the shape of each tensor that `rows` cover entirely; a single row has the shape `columns`."""
     heights = Counter[str]()
     for each in rows:
         heights[each.name] += each.count
@@ -66,13 +68,16 @@ class _OneTensor:
         return (self.hf_name,)
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
-        """Return all rows of the tensor: of one that is transposed here, in one piece; of experts, their matrices."""
+        """Return all rows of the tensor as one range; in a tensor of experts, a row is an expert's matrix."""
         return [HFRows(self.hf_name, 0, shape[0])]
 
 
 @dataclass(frozen=True)
 class Rename(_OneTensor):
-    """The same rows under another name; `view` is their shape in the file if it differs (conv weights, [1, 1, H])."""
+    """Rule for the same rows under another name; `view` is the tensor's shape in the file if it differs.
+
+    Shapes differ for convolution weights and for [1, 1, H].
+    """
 
     view: Shape | None = None
 
@@ -82,7 +87,7 @@ class Rename(_OneTensor):
 
 @dataclass(frozen=True)
 class Transpose(_OneTensor):
-    """A matrix that the file holds transposed (Gemma's projector). It is read and written in one piece."""
+    """Rule for a matrix that the file stores transposed (Gemma's projector). It is read and written in one piece."""
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
         return {self.hf_name: (shape[1], shape[0])}
@@ -90,7 +95,7 @@ class Transpose(_OneTensor):
 
 @dataclass(frozen=True)
 class TransposeEach(_OneTensor):
-    """One matrix for each expert, which the file holds transposed; `view` is the shape there (Qwen3-VL-MoE)."""
+    """Rule for experts' matrices that the file stores transposed; `view` is the shape in the file (Qwen3-VL-MoE)."""
 
     view: Shape
 
@@ -100,7 +105,7 @@ class TransposeEach(_OneTensor):
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor with experts as its first dimension, which the file holds one by one: a rule for the part of each."""
+    """Rule for a tensor whose first dimension is experts, which the file stores separately: one rule per expert."""
 
     rules: tuple[Rule, ...]
 
@@ -109,7 +114,7 @@ class Stack:
         return tuple(name for rule in self.rules for name in rule.hf_names)
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
-        """Return the rows of the tensor with its first two dimensions joined: those of each expert in turn."""
+        """Return the rows of each expert in turn, for the tensor with its first two dimensions joined."""
         return [rows for rule in self.rules for rows in rule.hf_rows(shape[1:])]
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
@@ -118,7 +123,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Concat:
-    """Tensors of equal height on top of each other: gate, then up."""
+    """Rule that concatenates tensors with the same number of rows: gate, then up."""
 
     hf_names: tuple[str, ...]
 
@@ -131,7 +136,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class QKV:
-    """Three Hugging Face tensors; megatron-core's has for each of `groups` key/value heads its queries, key, value.
+    """Rule that fuses query, key and value tensors: queries, key and value of each of `groups` key/value heads.
 
     With N query heads of width D in G groups: G · (N/G·D + D + D) rows.
     """
@@ -160,7 +165,7 @@ class QKV:
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of a Hugging Face tensor that belong to a group of heads: `count`, from `start + group · count` on."""
+    """Rows of a Hugging Face tensor for a group of heads: `count` rows, from `start + group · count` on."""
 
     hf_name: str
     count: int
@@ -169,9 +174,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Hugging Face tensors of all heads; megatron-core's has for each of `groups` groups its share of each, in order.
+    """Rule that interleaves tensors of all heads: for each of `groups` groups of heads, its `shares` in order.
 
-    `columns` is the shape behind the rows in the files, where it differs (conv weights).
+    `columns` is the shape of a row in the files if it differs (convolution weights).
     """
 
     shares: tuple[Share, ...]
@@ -195,14 +200,14 @@ class Grouped:
 
 @dataclass(frozen=True)
 class FusedQKV(_OneTensor):
-    """One Hugging Face tensor of [all queries; all keys; all values]; `groups`: heads of keys, if not as of queries."""
+    """Rule for one tensor [all queries; all keys; all values]; `groups`: key/value heads if fewer than query heads."""
 
     heads: int
     groups: int | None = None
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of heads of queries, keys and values."""
+        """Return the numbers of query, key and value heads."""
         groups = self.groups or self.heads
         return self.heads, groups, groups
 
@@ -222,7 +227,7 @@ class FusedQKV(_OneTensor):
 
 @dataclass(frozen=True)
 class RowPair:
-    """Rows that are equal on both sides: `rows` of a slice of a megatron-core tensor, `hf_rows` of `hf_name`."""
+    """Equal rows in both formats: `rows` of a slice of a megatron-core tensor, and `hf_rows` of tensor `hf_name`."""
 
     hf_name: str
     rows: slice
@@ -230,9 +235,9 @@ class RowPair:
 
 
 def row_pairs(hf_rows: list[HFRows], start: int, stop: int) -> Iterator[RowPair]:
-    """Yield the pairs of rows of a slice [start, stop) of a megatron-core tensor that consists of `hf_rows`.
+    """Yield the pairs of equal rows for a slice [start, stop) of a megatron-core tensor made up of `hf_rows`.
 
-    The slice's rows are counted from `start`; those past `hf_rows` are padding and are in no pair.
+    Row numbers of the slice count from `start`; rows past `hf_rows` are padding and are in no pair.
     """
     first = 0
     for each in hf_rows:
@@ -244,18 +249,18 @@ def row_pairs(hf_rows: list[HFRows], start: int, stop: int) -> Iterator[RowPair]
 
 
 def fits(found: Shape, expected: Shape) -> bool:
-    """Return whether a file's shape is the expected one, but for dimensions of size one."""
+    """Return whether a file's shape is the expected one, ignoring dimensions of size one."""
     return [n for n in found if n != 1] == [n for n in expected if n != 1] and math.prod(found) == math.prod(expected)
 
 
 def matches(table: Table, found: Mapping[str, Shape]) -> int:
-    """Return how many names of a table a file has, with the shape that the table says, where it says one."""
+    """Return how many tensors of a table are in a file; where a rule has a `view`, the shape must match it."""
     views = ((name, getattr(rule, "view", None)) for rule in table.values() for name in rule.hf_names)
     return sum(name in found and (view is None or fits(found[name], view)) for name, view in views)
 
 
 def module(name: str, hf_name: str, *leaves: str) -> Table:
-    """Return the table of a module with these parameters."""
+    """Return the table of a module whose parameters `leaves` have the same names in files."""
     return {f"{name}.{leaf}": Rename(f"{hf_name}.{leaf}") for leaf in leaves}
 
 
@@ -265,7 +270,7 @@ def linear(name: str, hf_name: str, *, bias: bool) -> Table:
 
 
 def gated(name: str, hf_name: str, *, bias: bool) -> Table:
-    """Return the table of an MLP with a gate; both names are those of the MLP."""
+    """Return the table of a gated MLP called `name` here and `hf_name` in files."""
     gate_and_up: Table = {
         f"{name}.linear_fc1.{leaf}": Concat((f"{hf_name}.gate_proj.{leaf}", f"{hf_name}.up_proj.{leaf}"))
         for leaf in (("weight", "bias") if bias else ("weight",))

@@ -1,7 +1,7 @@
-"""Videos as families read them: frames of one size, each a picture of its own to the tower, or those of Qwen-VL.
+"""Video processors: Qwen-VL's, and one for frames of a fixed size that the tower sees as separate images.
 
-Frames of the Qwen-VL families share patches, have sizes within an area, one run of tokens and M-RoPE's time; Qwen3-VL's
-differ in some of this (`megavlm/families/qwen3_vl.py`).
+In the Qwen-VL families consecutive frames share patches, frame sizes are bounded by an area, and a video is one run of
+tokens with M-RoPE times; Qwen3-VL differs in part (`megavlm/families/qwen3_vl.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megavlm.inputs.resize import Pixels, Size, at_least, resize_as_torchvision,
 from megavlm.inputs.video import Budget, Clip, VideoProcessor, from_first_to_last, from_the_first, taken
 
 TEXT = "<|video_pad|>"
-_ABOVE_LEAST = 1.05  # a budget shrinks frames to this multiple of their least area, and no further
+_ABOVE_LEAST = 1.05  # a token budget shrinks frames to this multiple of their minimum area, and no further
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVideo(VideoProcessor):
-    """Resizes frames to one size near their own; a budget of tokens makes them smaller, then fewer."""
+    """Resizes all frames to one size near their own; a token budget makes frames smaller, then fewer."""
 
     min_pixels: int  # of a frame
     max_pixels: int
@@ -46,7 +46,7 @@ class QwenVideo(VideoProcessor):
         return self.size_of(size, groups * self.frames_per_patch, most=share)
 
     def size_of(self, size: Size, frames: int, *, most: int | None) -> Size:
-        """Return the size of frames of at most `most` pixels each; None: as many as the model's folder allows."""
+        """Return the size of frames with at most `most` pixels each; None: at most `max_pixels`."""
         return smart_resize(size, factor=self.factor, min_pixels=self.min_pixels, max_pixels=most or self.max_pixels)
 
     def most_groups(self, tokens: int) -> int:
@@ -56,13 +56,13 @@ class QwenVideo(VideoProcessor):
         return Prompt(self.text, (self.start, self.end), (self.groups(len(numbers)) * tokens,), self.number)
 
     def moments(self, clip: Clip, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        # Frames per second of those that are taken, as Transformers computes it: the share of all, times their rate.
+        # Sampled frames per second, as Transformers computes it: the sampled share of all frames times the clip's rate.
         seconds = self.frames_per_patch / (len(numbers) / len(clip.times) * clip.rate)
         return moments_of(self.groups(len(numbers)), seconds, self.steps_per_second)
 
     @property
     def factor(self) -> int:
-        """Return the side in pixels of a feature."""
+        """Return the side of a feature in pixels."""
         return self.patch_size * self.projector.pixel_shuffle
 
     @property
@@ -72,7 +72,7 @@ class QwenVideo(VideoProcessor):
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPairs(QwenVideo):
-    """Writes the seconds before each pair of frames. Bounds of pixels are of all frames together."""
+    """Writes the time in seconds before each pair of frames. Pixel bounds apply to all frames together."""
 
     def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
         return taken(clip, budget, from_first_to_last)
@@ -88,7 +88,7 @@ class TimedPairs(QwenVideo):
         )
 
     def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
-        """Return a run for each pair, all between the chat template's own marks, as Transformers does since 5.12."""
+        """Return one run of tokens per pair, all inside the chat template's own markers (Transformers since 5.12)."""
         groups = self.groups(len(numbers))
         marks = [f"<{seconds:.1f} seconds>{self.start}" for seconds in self._times(clip, numbers)]
         texts = (self.start + marks[0], *(self.end + mark for mark in marks[1:]), self.end + self.end)
@@ -98,18 +98,19 @@ class TimedPairs(QwenVideo):
         return ()
 
     def _times(self, clip: Clip, numbers: tuple[int, ...]) -> list[float]:
-        """Return the time of each pair: the mean of its first and last frame's, of which the last may be repeated."""
+        """Return the time of each pair: the mean of its first and last frame's. The last frame may be repeated."""
         span, seconds = self.frames_per_patch, [clip.seconds(number) for number in numbers]
         seconds += [seconds[-1]] * (-len(seconds) % span)
         return [(seconds[at] + seconds[at + span - 1]) / 2 for at in range(0, len(seconds), span)]
 
 
 def moments_of(groups: int, seconds: float, steps_per_second: float | None) -> tuple[int, ...]:
-    """Return the time of each group of frames in steps of M-RoPE, rounded down, in fp32 as in the reference.
+    """Return the time of each group of frames in M-RoPE steps, rounded down, in fp32 as in the reference.
 
     Args:
-        seconds: from one group to the next.
-        steps_per_second: steps of a second; None: groups are one step apart (Qwen2-VL).
+        groups: number of groups of frames.
+        seconds: time from one group to the next.
+        steps_per_second: M-RoPE steps per second; None: groups are one step apart (Qwen2-VL).
     """
     if steps_per_second is None:
         return tuple(range(groups))
@@ -118,7 +119,7 @@ def moments_of(groups: int, seconds: float, steps_per_second: float | None) -> t
 
 
 def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor | None:
-    """Return the processor of Qwen2-VL and Qwen2.5-VL; None for a model without a video token."""
+    """Return the video processor of Qwen2-VL and Qwen2.5-VL; None for a model without a video token."""
     if model.video_token is None:
         return None
     fields = {**shared, **qwen_fields(options, model)}
@@ -126,9 +127,9 @@ def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Vi
 
 
 def qwen_fields(options: Json, model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that all of these families' options give.
+    """Return the video processor's fields that all Qwen-VL and GLM-V families read from their options.
 
-    Raises UserError if the patches are not the model's.
+    Raises UserError if the patch, temporal patch or merge size is not the model's.
     """
     frames = model.vision.temporal_patch_size
     require_model_value(options, "temporal_patch_size", frames)
@@ -146,7 +147,7 @@ VIDEOS = VideoReader(
 
 @dataclass(frozen=True, kw_only=True)
 class Frames(VideoProcessor):
-    """Resizes each frame to `size`, whatever its shape; a budget of tokens takes fewer. A family adds the text."""
+    """Resizes each frame to `size`, whatever its shape; a token budget reduces the frames. Families add the text."""
 
     size: Size
 
@@ -158,7 +159,7 @@ class Frames(VideoProcessor):
             )
 
     def places(self, count: int, frames: int) -> list[int]:
-        """Return `frames` of the numbers below `count`: the first of each of `frames` equal parts."""
+        """Return the numbers of `frames` of `count` frames: the first frame of each of `frames` equal parts."""
         return [number * count // frames for number in range(frames)]
 
     def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
@@ -175,7 +176,7 @@ class Frames(VideoProcessor):
 
 
 def frame_fields(options: Json) -> dict[str, Any]:
-    """Return the fields that the options of these families give. Raises UserError for what is not supported."""
+    """Return the fields of `Frames` that a video processor's options give. Raises UserError for a centre crop."""
     if options.get("do_center_crop"):
         raise UserError("do_center_crop in video_preprocessor_config.json is not supported: remove it")
     return {"size": sides(options["size"], "size")}

@@ -1,4 +1,4 @@
-"""Vision towers of Transformers: CLIP, SigLIP, Idefics3's SigLIP and InternViT. For each, its config and its names."""
+"""Configurations and tables of CLIP, SigLIP (also Idefics3's and MiniCPM-V's) and InternViT vision towers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIVATIONS = {
 
 
 def clip(settings: Settings, *, feature_layer: int) -> VisionConfig:
-    """CLIPVisionConfig; defaults are those of CLIP's base model, which config.json leaves out."""
+    """Return the tower of a CLIPVisionConfig. config.json omits settings that equal those of CLIP's base model."""
     return VisionConfig(
         **sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=32),
         class_token=True,
@@ -28,13 +28,13 @@ def clip(settings: Settings, *, feature_layer: int) -> VisionConfig:
         activation=_activation(settings, "quick_gelu"),
         patch_bias=False,
         pre_norm=True,
-        post_norm=False,  # of the class token alone, which no feature comes from
+        post_norm=False,  # it applies to the class token alone, which is not a feature
         feature_layer=feature_layer,
     )
 
 
 def siglip(settings: Settings, *, feature_layer: int, post_norm: bool) -> VisionConfig:
-    """SiglipVisionConfig."""
+    """Return the tower of a SiglipVisionConfig."""
     return VisionConfig(
         **sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=16),
         norm_epsilon=settings.get("layer_norm_eps", 1e-6),
@@ -45,7 +45,10 @@ def siglip(settings: Settings, *, feature_layer: int, post_norm: bool) -> Vision
 
 
 def idefics3(settings: Settings) -> VisionConfig:
-    """Idefics3VisionConfig and SmolVLMVisionConfig: SigLIP with positions for any grid; names are SigLIP's."""
+    """Return the tower of an Idefics3VisionConfig or SmolVLMVisionConfig: SigLIP with positions for any grid.
+
+    Its tensors have SigLIP's names.
+    """
     return VisionConfig(
         **sizes(settings, layers=12, width=1152, inner=3072, heads=16, image=224, patch=32),
         norm_epsilon=settings.get("layer_norm_eps", 1e-6),
@@ -55,7 +58,10 @@ def idefics3(settings: Settings) -> VisionConfig:
 
 
 def minicpm(settings: Settings, *, merger_layer: int | None) -> VisionConfig:
-    """MiniCPMV4_6VisionConfig: SigLIP with positions for any grid and a merger inside; names are SigLIP's."""
+    """Return the tower of a MiniCPMV4_6VisionConfig: SigLIP with positions for any grid and a merger inside.
+
+    Its tensors have SigLIP's names, except for the merger's.
+    """
     settings.require("hidden_act", "gelu_pytorch_tanh", why="the merger computes this one in any case")
     return VisionConfig(
         **sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=16),
@@ -67,7 +73,7 @@ def minicpm(settings: Settings, *, merger_layer: int | None) -> VisionConfig:
 
 
 def intern(settings: Settings, *, feature_layer: int) -> VisionConfig:
-    """InternVLVisionConfig: InternViT-300M (LayerNorm) and 6B (RMSNorm, normalised queries and keys)."""
+    """Return the tower of an InternVLVisionConfig: InternViT-300M (LayerNorm) or 6B (RMSNorm, q/k norm)."""
     norm: Literal["LayerNorm", "RMSNorm"] = (
         "RMSNorm" if settings.get("norm_type", "layer_norm") == "rms_norm" else "LayerNorm"
     )
@@ -93,9 +99,9 @@ def intern(settings: Settings, *, feature_layer: int) -> VisionConfig:
 def sizes(
     settings: Settings, *, layers: int, width: int, inner: int, heads: int, image: int, patch: int
 ) -> dict[str, Any]:
-    """Return the sizes that all towers spell alike, with the defaults of their configuration class.
+    """Return the sizes whose setting names these towers share, with the given defaults of the configuration class.
 
-    Of an image that is no whole number of patches (384 pixels in patches of 14) the tower sees whole patches: 378.
+    An image size that is no multiple of the patch size (384 pixels with patches of 14) is rounded down to one: 378.
     """
     side = settings.square("patch_size", patch)
     return {
@@ -114,14 +120,14 @@ def _activation(settings: Settings, default: str) -> Any:
 
 
 def clip_table(vision: VisionConfig, prefix: str) -> Table:
-    """CLIPVisionModel below `prefix`."""
+    """Return the table of a CLIPVisionModel whose file names begin with `prefix`."""
     table = _embeddings(vision, f"{prefix}embeddings.")
     table["patch_embed.class_token"] = Rename(f"{prefix}embeddings.class_embedding")
     return table | linear("patch_embed.norm", f"{prefix}pre_layrnorm", bias=True) | _clip_layers(vision, prefix)
 
 
 def siglip_table(vision: VisionConfig, prefix: str) -> Table:
-    """SiglipVisionModel below `prefix`, without its pooling head."""
+    """Return the table of a SiglipVisionModel whose file names begin with `prefix`, without its pooling head."""
     table = _embeddings(vision, f"{prefix}embeddings.") | _clip_layers(vision, prefix)
     if vision.post_norm and vision.feature_layer == -1:
         table |= linear(VISION_NORM, f"{prefix}post_layernorm", bias=True)
@@ -138,7 +144,7 @@ def _embeddings(vision: VisionConfig, prefix: str) -> Table:
 
 
 def kernel(vision: VisionConfig) -> tuple[int, ...]:
-    """Shape of the patch convolution's weight: [H, C, p, p]."""
+    """Return the shape of the patch convolution's weight: [H, C, p, p]."""
     return (vision.hidden_size, vision.in_channels, vision.patch_size, vision.patch_size)
 
 
@@ -152,20 +158,20 @@ def _clip_layers(vision: VisionConfig, prefix: str) -> Table:
 
 
 def blocks(vision: VisionConfig, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield what names of each layer that runs begin with, here and in files, where the layers are below `prefix`."""
+    """Yield (module prefix, file prefix) of each vision layer that is run; file names of layers begin with `prefix`."""
     for number in range(vision_layers_run(vision)):
         yield f"{VISION_LAYER}{number}.", f"{prefix}{number}."
 
 
 def norms(vision: VisionConfig, layer: str, before_attention: str, before_mlp: str) -> Table:
-    """Return the table of a layer's norms, of these names in files."""
+    """Return the table of a layer's two norms, with the given names in files."""
     bias = vision.normalization == "LayerNorm"
     first = linear(f"{layer}input_layernorm", before_attention, bias=bias)
     return first | linear(f"{layer}pre_mlp_layernorm", before_mlp, bias=bias)
 
 
 def mlp(layer: str, hf_layer: str, names: tuple[str, str] = ("fc1", "fc2")) -> Table:
-    """Return the table of a layer's MLP, whose linear layers have these names in files."""
+    """Return the table of a layer's MLP; `names` are the names of its linear layers in files."""
     first = linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.{names[0]}", bias=True)
     return first | linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.{names[1]}", bias=True)
 
@@ -180,7 +186,7 @@ def qkv(name: str, hf_pattern: str, vision: VisionConfig, *, bias: bool) -> Tabl
 
 
 def intern_table(vision: VisionConfig, prefix: str, layers: str = "encoder.layer.") -> Table:
-    """InternVLVisionModel below `prefix`; names of its layers begin with `layers`."""
+    """Return the table of an InternVLVisionModel below `prefix`; `layers` is the prefix of its layers."""
     embeddings, width = f"{prefix}embeddings.", vision.hidden_size
     side = vision.image_size // vision.patch_size
     table: Table = {
