@@ -1,7 +1,7 @@
-"""Choose the device of this process, and patch megatron-core for it before anything imports megatron-core.
+"""Choose the device of this process, and patch megatron-core for the device before any other import of megatron-core.
 
-`backend.patches` holds the few patches that every device needs, `backend.cpu` and `backend.gloo` those that a CPU run
-adds. No other package patches modules of torch or megatron-core.
+`backend.patches` holds the few patches for every device, `backend.cpu` and `backend.gloo` additional patches for CPU
+runs. No other package patches modules of torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megavlm.errors import UserError
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # the name that all versions of torch read
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"  # CUDA reads it once, when it starts
-# Where a collective takes too long, torch writes the last ones of each rank to a file: of which, and whether.
+# After a collective times out, torch writes each rank's last collectives to a file: how many, and whether.
 _RECORDED = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
@@ -31,13 +31,13 @@ class Backend:
 
 
 def activate(*, queues: int | None = None) -> Backend:
-    """Pick CUDA where there is a device, else make megatron-core run on CPU.
+    """Use a CUDA device if there is one, else make megatron-core run on CPU; return the backend.
 
-    `queues` are those of a GPU (`derived.device_queues`), unless the environment says (`CUDA_DEVICE_MAX_CONNECTIONS`).
-    Memory of a GPU is taken in segments that grow, unless the environment says how (`PYTORCH_ALLOC_CONF`): sizes differ
-    in every micro-batch, and would tear holes into fixed ones. A process that sees one device takes it. Raises
-    UserError where processes see several, and too few, where side streams would share one queue, and on
-    AMD's GPUs, which torch calls CUDA, too.
+    `queues` is the number of a GPU's hardware queues (`derived.device_queues`), unless the environment sets
+    CUDA_DEVICE_MAX_CONNECTIONS. GPU memory is allocated in expandable segments, unless the environment sets
+    PYTORCH_ALLOC_CONF: sizes differ in every micro-batch, and would fragment fixed segments. A process that sees one
+    device uses that device. Raises UserError if processes see several devices but too few, if side streams would share
+    one queue, and on AMD GPUs, which torch also calls CUDA.
     """
     if not {"PYTORCH_ALLOC_CONF", _ALLOCATOR} & os.environ.keys():
         os.environ[_ALLOCATOR] = "expandable_segments:True"

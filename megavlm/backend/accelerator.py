@@ -1,7 +1,4 @@
-"""What a step asks of its device: moments, peak memory, ranges in a trace, a second stream.
-
-Each has an answer for a GPU and one for a CPU.
-"""
+"""Device services of a training step, for GPU and CPU: timing, peak memory, profiler ranges and a second stream."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from megavlm.resilience.phases import Clock
 
 
 class DeviceClock(Clock):
-    """CUDA events on the computing stream."""
+    """Clock of a GPU: moments are CUDA events on the computing stream."""
 
     def moment(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -35,7 +32,7 @@ class DeviceClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock of a device."""
+    """Return the clock for a device: CUDA events on a GPU, host time on a CPU."""
     return DeviceClock() if device.type == "cuda" else Clock()
 
 
@@ -43,24 +40,24 @@ _UNIT = 1024  # of `ru_maxrss` on Linux, in bytes
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that tensors have taken on a GPU so far, or that this process has taken on a CPU."""
+    """Return the peak memory so far in bytes: of tensors on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _UNIT * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Return a context manager that shows as a range called `name` in a trace of `torch.profiler`."""
+    """Return a context that appears as a range called `name` in a trace of `torch.profiler`."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return nullcontext()
     return torch.profiler.record_function(name)
 
 
 class SideStream:
-    """A second stream: fork, run, join. The computing stream waits for nothing that runs between a fork and its join.
+    """A second stream with fork, run and join. The computing stream does not wait for its work before the join.
 
-    One thread queues work on it and on the computing stream, so global state (FP8's switch, random generators) is never
-    used by two threads. A CPU's streams are torch's stand-ins: work runs where it is queued.
+    One thread queues work on both streams, so global state (FP8's switch, random generators) is never used by two
+    threads. On a CPU, torch's streams are stand-ins: work runs as soon as it is queued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,25 +67,25 @@ class SideStream:
         give_each_stream_a_workspace()
 
     def fork(self) -> None:
-        """Order the work after everything that the computing stream has queued so far, and after nothing later."""
+        """Let this stream wait for the work that is queued on the computing stream so far."""
         self._stream.wait_stream(self._on.current_stream(self._device))
 
     @contextmanager
     def run(self, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Return a context that queues its operations on this stream; the caller may free `inputs` afterwards."""
+        """Return a context whose operations are queued on this stream; the caller may free `inputs` afterwards."""
         with self._on.stream(self._stream):
             yield
         _record_stream(self._stream, inputs)
 
     def join(self, outputs: Iterable[Tensor]) -> None:
-        """Let the computing stream wait for the work, and use its `outputs`."""
+        """Let the computing stream wait for this stream's work, so that it can use the `outputs`."""
         computing = self._on.current_stream(self._device)
         computing.wait_stream(self._stream)
         _record_stream(computing, outputs)
 
 
 def _record_stream(stream: Any, tensors: Iterable[Tensor]) -> None:
-    """Keep the memory of tensors that another stream allocated until the present work of `stream` is done."""
+    """Keep the memory of GPU tensors allocated on another stream until the work queued on `stream` so far is done."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(stream)
@@ -98,7 +95,8 @@ def give_each_stream_a_workspace() -> None:
     """Give each stream its own cuBLAS workspace in Transformer Engine (32 MiB from Hopper on). Idempotent.
 
     Transformer Engine keeps one workspace per device for all streams: two matrix products that run at the same time
-    would write into the same memory. Raises UserError where it keeps it under another name: numbers would be wrong.
+    would write into the same memory. Raises UserError if Transformer Engine has no such function to replace: results
+    would be wrong.
     """
     try:
         gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
@@ -107,7 +105,7 @@ def give_each_stream_a_workspace() -> None:
     kept = getattr(gemm, "get_cublas_workspace", None)
     if getattr(kept, "of_each_stream", False):
         return
-    allocate = getattr(kept, "__wrapped__", None)  # below its cache, which knows no streams
+    allocate = getattr(kept, "__wrapped__", None)  # without its cache, which does not distinguish streams
     if allocate is None:
         raise UserError(
             "--encode-ahead: this Transformer Engine keeps cuBLAS' workspace in a way that megavlm does not know, so "

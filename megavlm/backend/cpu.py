@@ -1,12 +1,12 @@
-"""megatron-core on CPU: every patch that it needs.
+"""Patches that let megatron-core run on CPU.
 
-megatron-core names its device literally ("cuda", `torch.cuda.current_device()`). Rather than watch every torch
+megatron-core names its device literally ("cuda", `torch.cuda.current_device()`). Rather than intercept every torch
 call at run time, we give each of its modules another `torch`: a proxy with the same names, whose tensor factories
-read "cuda" as "cpu" and whose `torch.cuda` answers for the CPU. A hot path never passes through the proxy's
-`__getattr__` twice (attributes are cached on first use), so the interception costs nothing that can be measured
+treat "cuda" as "cpu" and whose `torch.cuda` describes the CPU. A hot path never passes through the proxy's
+`__getattr__` twice (attributes are cached on first use), so the cost of the interception is too small to measure
 (`benchmarks/cpu_step.py` prints it).
 
-What is patched outside megatron-core: `Tensor.type()` without arguments (the optimizers compare it with
+Patched outside megatron-core: `Tensor.type()` without arguments (the optimizers compare its result with
 "torch.cuda.FloatTensor") and `Tensor.cuda()` (identity).
 """
 
@@ -25,7 +25,7 @@ import torch
 
 from megavlm.backend import gloo, installed, patches
 
-# Everything of megatron-core that a run touches; imported here so that none of it binds the real torch later.
+# All modules of megatron-core that a run uses, imported here so that none of them binds the real torch later.
 _MODULES = (
     "megatron.core.dist_checkpointing",
     "megatron.core.dist_checkpointing.strategies.async_utils",
@@ -52,7 +52,8 @@ def install() -> None:
     if isinstance(getattr(sys.modules.get("megatron.core.parallel_state"), "torch", None), _CpuTorch):
         return
     assert "megatron.core" not in sys.modules, "activate the backend before anything imports megatron-core"
-    # "Transformer Engine and Apex are not installed", "set CUDA_DEVICE_MAX_CONNECTIONS": no news on a CPU.
+    # Warnings that do not matter on a CPU: "Transformer Engine and Apex are not installed", "set
+    # CUDA_DEVICE_MAX_CONNECTIONS".
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     installed.hide()  # on a CPU-only torch its import fails; else megatron-core would take what needs CUDA
@@ -72,7 +73,7 @@ def install() -> None:
 
 
 class _CpuTorch(types.ModuleType):
-    """`torch` as megatron-core sees it on CPU."""
+    """Proxy for `torch` in megatron-core on CPU: tensor factories create CPU tensors, and `cuda` is `_CpuCuda`."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -87,7 +88,7 @@ class _CpuTorch(types.ModuleType):
 
 
 class _CpuCuda(types.ModuleType):
-    """`torch.cuda` with CPU meanings: nothing is asynchronous, one device, the default generator."""
+    """Stand-in for `torch.cuda` on CPU: one device, synchronous operations, the default random generator."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
@@ -106,7 +107,7 @@ class _CpuCuda(types.ModuleType):
 
 
 class _InOrder:
-    """A stream or an event: CPU work is in order, so that its methods do nothing, and every event has passed."""
+    """Stand-in for a stream or an event. CPU work runs in order, so methods do nothing, and every event has passed."""
 
     cuda_stream = 0
 
@@ -159,7 +160,7 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_rng() -> None:
-    # megatron-core keeps a "CUDA" generator state beside the CPU's and swaps states in it. Its setter is a lazy
+    # megatron-core keeps a "CUDA" generator state in addition to the CPU's and swaps states in it. Its setter is a lazy
     # no-op without CUDA: dropout and recomputation would silently use wrong numbers. The "CUDA" state of a CPU run
     # is the default generator's.
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -170,7 +171,7 @@ def _patch_rng() -> None:
 
 @contextlib.contextmanager
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Any:
-    """`CudaRNGStatesTracker.fork` without its check that the CPU generator stands still: here it is the same one."""
+    """`CudaRNGStatesTracker.fork` without its check that the CPU generator is unused, since both are the same here."""
     if name not in tracker.states_:
         raise KeyError(f"random state {name} was never added")
     outer = torch.get_rng_state()

@@ -1,14 +1,15 @@
-"""gloo as runs need it: groups with one worker thread each, where torch gives each two, and uneven gathers of experts.
+"""Patches for gloo: one worker thread per group instead of torch's two, and uneven gathers for expert layers.
 
 Both threads of a group write the name of the collective that they have just completed into the same string, without a
-lock (torch 2.13, `ProcessGroupGloo::runLoop`, `lastCompletedWorkName`). A name of more than 15 characters is on the
-heap, as that of a coalesced all-gather is, and two threads that assign at once free it twice. A run whose collectives
-overlap then dies after hours: "malloc(): unaligned tcache chunk detected" (`tests/unit/backend/test_gloo.py` shows it).
+lock (torch 2.13, `ProcessGroupGloo::runLoop`, `lastCompletedWorkName`). A name of more than 15 characters, such as a
+coalesced all-gather's, is on the heap, and two threads that assign at once free it twice. A run with overlapping
+collectives then dies after hours: "malloc(): unaligned tcache chunk detected" (`tests/unit/backend/test_gloo.py`
+reproduces the error).
 
-torch 2.14 has the race, too, but other names for options: there groups keep two threads.
+torch 2.14 has the race, too, but other names for options: groups keep two threads with this version.
 
-One thread takes a group's collectives in the order in which every rank starts them, and so waits for nothing that two
-would not wait for.
+One thread runs a group's collectives in the order in which every rank starts them, so it blocks only where two threads
+would block, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megavlm.errors import UserError
 
 
 def install() -> None:
-    """Let every gloo group that torch makes from now on have one worker thread. Idempotent."""
+    """Patch torch so that every new gloo group has one worker thread. Idempotent."""
     gloo: Any = dist.ProcessGroupGloo
     original = gloo.__init__
     if hasattr(original, "__wrapped__"):
@@ -47,7 +48,10 @@ def install() -> None:
 
 
 def _devices(gloo: Any) -> list[Any]:
-    """Return what torch would take: the interfaces that `GLOO_SOCKET_IFNAME` names, or that of the host's name."""
+    """Return torch's default gloo devices: the interfaces in `GLOO_SOCKET_IFNAME`, or the interface of the host name.
+
+    Raises UserError if there is no interface of a given name.
+    """
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     if not names:
         return [gloo.create_default_device()]
@@ -61,7 +65,7 @@ def _devices(gloo: Any) -> list[Any]:
 
 
 def install_gathers() -> None:
-    """Let megatron-core's experts have numbers of tokens as lists, and gather uneven parts. Idempotent."""
+    """Patch megatron-core's expert dispatcher for gloo: token counts on the host, uneven gathers. Idempotent."""
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _on_host
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
@@ -71,14 +75,14 @@ def install_gathers() -> None:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return a tensor as numpy where that is wanted: megatron-core leaves what never was on a device a tensor."""
+    """Return a tensor, as numpy if `as_numpy`; megatron-core does not convert tensors that are already on the host."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _or_uneven(
     even: Callable[..., Tensor], uneven: Callable[[Tensor, Any, list[int]], Tensor]
 ) -> Callable[..., Tensor]:
-    """Return megatron-core's function, which gloo has for equal parts only, or ours where `sizes` differ."""
+    """Return a collective that calls `even` (megatron-core's) for equal `sizes`, and `uneven` (for gloo) otherwise."""
 
     @functools.wraps(even)
     def communicate(input_: Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
@@ -90,7 +94,7 @@ def _or_uneven(
 
 
 def _gather(input_: Tensor, group: Any, sizes: list[int]) -> Tensor:
-    """Gather along the first dimension, padded to the longest part."""
+    """All-gather parts of different `sizes` along the first dimension, padded to the longest part in transit."""
     longest = max(sizes)
     padded = input_.new_zeros(longest, *input_.shape[1:])
     padded[: len(input_)] = input_
@@ -100,7 +104,7 @@ def _gather(input_: Tensor, group: Any, sizes: list[int]) -> Tensor:
 
 
 def _scatter(input_: Tensor, group: Any, sizes: list[int]) -> Tensor:
-    """Sum over ranks and scatter along the first dimension, padded as above."""
+    """Reduce-scatter parts of different `sizes` along the first dimension, padded to the longest part in transit."""
     longest = max(sizes)
     whole = input_.new_zeros(group.size(), longest, *input_.shape[1:])
     for part, rows in zip(whole, input_.split(sizes), strict=True):

@@ -28,25 +28,25 @@ def empty_on_host(tensor: Tensor) -> Tensor:
 
 
 class SharedMemory:
-    """Host memory that several processes map. It has no name in any file system (`memfd`), so it is gone with the last
-    of them, and no limit of /dev/shm applies.
+    """Host memory that several processes map. It has no name in any file system (`memfd`), so it is freed with the last
+    process that maps it, and no limit of /dev/shm applies.
     """
 
     def __init__(self, file: int | None = None) -> None:
-        """Make memory, which is empty, or take part in that of a file descriptor. It grows for all of them."""
+        """Create empty memory, or share the memory of a file descriptor. `reserve` grows it for all processes."""
         self.file = os.memfd_create("megavlm", os.MFD_CLOEXEC) if file is None else file
         self._memory: mmap.mmap | None = None
-        self._address = 0  # of memory that is pinned
+        self._address = 0  # address of pinned memory; 0: not pinned
 
     @property
     def bytes(self) -> int:
-        """Return the size of what is mapped."""
+        """Return the number of bytes that this process has mapped."""
         return 0 if self._memory is None else len(self._memory)
 
     def reserve(self, size: int, *, pins: bool = False) -> None:
-        """Map at least `size` bytes, and all that others have reserved; pin them for a GPU, if that is possible.
+        """Map at least `size` bytes, and all bytes that other processes have reserved; with `pins`, try to pin them.
 
-        Tensors that lie in the memory stay as they are, but are no longer pinned.
+        Existing tensors in the memory stay valid, but are no longer pinned.
         """
         if size <= self.bytes:
             return
@@ -60,7 +60,7 @@ class SharedMemory:
                 self._address = address
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the tensor at an offset in bytes."""
+        """Return a tensor of this shape and type that is a view of the memory from `offset` (bytes) on."""
         size = math.prod(shape) * dtype.itemsize
         if not size or self._memory is None:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -68,8 +68,8 @@ class SharedMemory:
         return flat.view(dtype).view(tuple(shape))
 
     def lend(self, then: Callable[[], object], *, pins: bool = False) -> Tensor:
-        """Return the whole reserved memory as a tensor, [bytes] uint8. Once neither it nor a view of it exists, `then`
-        is called, in any thread.
+        """Return the whole reserved memory as a tensor, [bytes] uint8. Once the tensor and all its views are freed,
+        `then` is called, in any thread.
         """
         self.reserve(max(1, os.fstat(self.file).st_size), pins=pins)
         assert self._memory is not None
@@ -78,7 +78,7 @@ class SharedMemory:
         return torch.from_numpy(array)
 
     def close(self) -> None:
-        """Free the memory; what others have mapped, and tensors that lie in it, stay until they are freed."""
+        """Unmap the memory and close its file descriptor; other processes' mappings and existing tensors stay valid."""
         self._unmap()
         os.close(self.file)
 
@@ -89,18 +89,18 @@ class SharedMemory:
 
 
 class SharedMemories:
-    """Memories whose content a device reads. One is used again once no tensor refers to it and the device, if it is a
-    GPU, has read it; there are as many as are in use at the same time.
+    """Pool of shared memories from which data is copied to a device. A memory is reused once no tensor refers to it and
+    its copies to the GPU are done; the pool grows to the largest number in use at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on = torch.get_device_module(device)
-        self._free: SimpleQueue[tuple[SharedMemory, Any]] = SimpleQueue()  # with the event that it has been read
+        self._free: SimpleQueue[tuple[SharedMemory, Any]] = SimpleQueue()  # with an event after its copies
         self._closed = threading.Event()
 
     def take(self) -> SharedMemory:
-        """Return memory that is free. Raises OSError if there is none."""
+        """Return a free memory, or a new one if none is free. Raises OSError if it cannot be created."""
         with suppress(Empty):
             memory, read = self._free.get_nowait()
             if read.query():
@@ -109,9 +109,10 @@ class SharedMemories:
         return SharedMemory()
 
     def lend(self, memory: SharedMemory) -> Tensor:
-        """Return all that was reserved of a memory, [bytes] uint8, pinned for a GPU, until no tensor refers to it.
+        """Return a memory's reserved bytes as a tensor, [bytes] uint8, pinned for a GPU. Once no tensor refers to the
+        memory, it returns to the pool.
 
-        Raises OSError if it cannot be mapped.
+        Raises OSError if the memory cannot be mapped.
         """
         pins = self._device.type == "cuda"
         # In a new thread the current device is number 0, and pinning memory would create a CUDA context on it.
@@ -119,7 +120,7 @@ class SharedMemories:
             return memory.lend(partial(self.give_back, memory), pins=pins)
 
     def give_back(self, memory: SharedMemory) -> None:
-        """Let memory be used again: no tensor refers to it, and all copies from it to the device have been launched."""
+        """Return a memory to the pool; no tensor refers to it, and all copies from it to the device are launched."""
         read = self._on.Event()
         read.record(self._on.current_stream(self._device))
         self._free.put((memory, read))
@@ -127,7 +128,7 @@ class SharedMemories:
             self.close()
 
     def close(self) -> None:
-        """Free all memories, each once no tensor refers to it."""
+        """Close all memories; memories in use are closed once no tensor refers to them."""
         self._closed.set()
         with suppress(Empty):
             while True:
@@ -135,10 +136,11 @@ class SharedMemories:
 
 
 class HostCopies:
-    """Copies of contiguous tensors. Computation queued after `wait(ticket)` runs after the ticket's copies.
+    """Asynchronous copies of contiguous tensors between host and device.
 
-    On a GPU there is one stream per direction, since each direction has its own copy engine; tickets are events. On a
-    CPU, whose streams are torch's stand-ins, copies are synchronous.
+    Computation queued after `wait(ticket)` runs after the ticket's copies. On a GPU there is one stream per direction,
+    since each direction has its own copy engine; tickets are events. On a CPU, whose streams are torch's stand-ins,
+    copies are synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,9 +149,9 @@ class HostCopies:
         self._out, self._back = self._on.Stream(device), self._on.Stream(device)
 
     def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Start copies to the host and return the host tensors and a ticket to wait for.
+        """Start copies to the host, after the computation queued so far; return the host tensors and the ticket.
 
-        The copies begin after the computation that is queued so far. `sources` must not change until the wait ends.
+        `sources` must not change until the copies are done.
         """
         hosts = [empty_on_host(source) for source in sources]
         with self._queued_on(self._out) as copied:
@@ -158,7 +160,7 @@ class HostCopies:
         return hosts, copied
 
     def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Start copies to the device, after the computation queued so far. Returns the tensors and the ticket."""
+        """Start copies to the device, after the computation queued so far; return the tensors and the ticket."""
         # Allocated on the computing stream, which also frees it: `record_stream` is not needed.
         tensors = [torch.empty(host.shape, dtype=host.dtype, device=self.device) for host in hosts]
         with self._queued_on(self._back) as copied:
@@ -167,12 +169,12 @@ class HostCopies:
         return tensors, copied
 
     def wait(self, ticket: Any) -> None:
-        """Let computation that is queued from now on wait for copies."""
+        """Let computation that is queued from now on wait for the copies of `ticket`."""
         self._on.current_stream(self.device).wait_event(ticket)
 
     @contextmanager
     def _queued_on(self, stream: Any) -> Iterator[Any]:
-        """Queue the copies inside on `stream`, after the current stream's work; the event marks their end."""
+        """Return a context that queues copies on `stream`, after the current stream's work, and yields their event."""
         copied = self._on.Event()
         stream.wait_stream(self._on.current_stream(self.device))
         with self._on.stream(stream):

@@ -1,4 +1,4 @@
-"""Packages that others take if they find them: Transformer Engine and triton, and those that only delay a start."""
+"""Control which optional packages megatron-core imports: Transformer Engine, triton, and packages unused here."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from functools import cache
 from importlib.util import find_spec
 
 _NAMES = ("transformer_engine", "transformer_engine.pytorch")
-# What megatron-core imports where it is installed, for inference, timers and object stores: nothing here runs these.
+# Packages that megatron-core imports if installed, for inference, timers and object stores. They are unused here, and
+# their import delays the start.
 UNUSED_BY_MEGATRON_CORE = ("wandb", "multistorageclient", "torch.utils.tensorboard")
 
 
 @cache
 def loading_error() -> str:
-    """Load Transformer Engine, once, and return why it cannot be loaded: "" where it can, or is not installed.
+    """Try to load Transformer Engine, once; return the error, or "" if it can be loaded or is not installed.
 
-    A wheel for another CUDA, torch or processor fails at import in many ways; megatron-core expects ImportError alone.
+    A wheel for another CUDA, torch or processor fails at import in many ways, but megatron-core only handles
+    ImportError: after any error, Transformer Engine is hidden.
     """
     if find_spec("transformer_engine") is None:
         return ""
@@ -39,7 +41,7 @@ def hide() -> None:
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Return a context in which imports that try these modules fail, unless they are loaded already."""
+    """Return a context in which importing the modules `names` fails, unless they are loaded already."""
     absent = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     try:
@@ -53,10 +55,10 @@ _MOE_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
 
 
 def import_without_triton() -> None:
-    """Let megatron-core be imported where there is no triton; call it before that import. Idempotent.
+    """Make megatron-core importable without triton; call it before megatron-core's import. Idempotent.
 
-    From 0.19 on, its schedules import Triton kernels of expert layers, which nothing here runs, and torch's CPU builds
-    come without triton. Kernels that raise stand in for them.
+    From 0.19 on, megatron-core's schedules import Triton kernels of expert layers, which are unused here, and torch's
+    CPU builds come without triton. The kernels are replaced by stand-ins that raise ImportError.
     """
     if find_spec("triton") is None and _MOE_KERNELS not in sys.modules:
         module = types.ModuleType(_MOE_KERNELS)
@@ -66,7 +68,7 @@ def import_without_triton() -> None:
 
 
 class _Missing:
-    """A Triton kernel, which is launched as `kernel[grid](...)`."""
+    """Stand-in for a Triton kernel; a launch, `kernel[grid](...)`, raises ImportError."""
 
     def __getitem__(self, grid: object) -> object:
         raise ImportError("this kernel of megatron-core needs triton, which is not installed: pip install triton")

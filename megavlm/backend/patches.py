@@ -1,4 +1,4 @@
-"""What is replaced in megatron-core and torch on every device."""
+"""Patches of megatron-core and torch that apply on every device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def install() -> None:
-    """Idempotent; imports megatron-core."""
+    """Apply the patches for every device. Imports megatron-core. Idempotent."""
     _patch_clipping()
     _patch_router()
     _patch_optimizers()
@@ -36,7 +36,7 @@ def _patch_casts() -> None:
 
 
 def without_transposes(casts: Any, cast: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `cast`, a function of the module `casts`, as one whose quantizers write no transposed copy. Idempotent."""
+    """Wrap `cast`, a function of the module `casts`, so that its quantizers write no transposed copy. Idempotent."""
 
     @wraps(cast)
     def flat(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ def without_transposes(casts: Any, cast: Callable[..., Any]) -> Callable[..., An
         casts.Float8Quantizer = partial(quantizer, columnwise=False)
         try:
             return cast(*args, **kwargs)
-        finally:  # others ask whether a quantizer is one of this class
+        finally:  # other code checks whether a quantizer is an instance of this class
             casts.Float8Quantizer = quantizer
 
     return cast if hasattr(cast, "__wrapped__") else flat
@@ -65,8 +65,8 @@ def _patch_router() -> None:
 
 
 def _patch_clipping() -> None:
-    # Without Transformer Engine and Apex it asks the device for the norm of one parameter after the other, and waits
-    # for each.
+    # Without Transformer Engine and Apex, megatron-core computes the norm of one parameter after the other, and
+    # synchronises with the device for each.
     clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     utils: Any = importlib.import_module("megatron.core.utils")
     if clipping.l2_norm_impl is utils.local_multi_tensor_l2_norm:
@@ -74,22 +74,22 @@ def _patch_clipping() -> None:
 
 
 def norm(chunk_size: int, flag: Any, tensors: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """[1] the norm of all tensors together, on their device. Nobody waits for it here."""
+    """Return the norm of all tensors together, [1] on their device, without synchronising."""
     parts = [part for each in tensors for part in torch._foreach_norm(each)]
     return torch.linalg.vector_norm(torch.stack(parts)).view(1), None
 
 
 def read_checkpoints_with(reader: Callable[[str | Path], Any]) -> None:
-    """Make megatron-core load checkpoints with readers from this function: its own unpickles whatever a file holds."""
+    """Make megatron-core load checkpoints with `reader`, because its own reader unpickles arbitrary content."""
     strategy: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
 
 
 @contextmanager
 def groups_of_members(state: Any, of: Callable[[Sequence[int], str], Any]) -> Iterator[None]:
-    """Return a context in which megatron-core's `state` takes this rank's groups from `of`, and makes no others.
+    """Return a context in which megatron-core's `state` gets this rank's groups from `of`, and creates no others.
 
-    `of` is given the ranks of a group and megatron-core's name for it.
+    The arguments of `of` are the ranks of a group and megatron-core's name for the group.
     """
     theirs = state.create_group
     state.create_group = lambda ranks, *_, group_desc, **__: of(ranks, group_desc) if dist.get_rank() in ranks else None
@@ -103,11 +103,11 @@ def groups_of_members(state: Any, of: Callable[[Sequence[int], str], Any]) -> It
 def resharding_among(
     inside: dist.ProcessGroup, across: dist.ProcessGroup, *, shard: dist.ProcessGroup, device: str
 ) -> Iterator[None]:
-    """Return a context in which `fully_shard` lets the ranks of `inside` keep weights between forward and backward.
+    """Return a context in which `fully_shard` reshards weights after the forward pass over the ranks of `inside` only.
 
-    `shard` is cut into such neighbours, and `across` has the ranks with the same place in each. torch itself
-    (`reshard_after_forward=N`) makes a mesh for each call: two process groups for each layer, and only with the ranks
-    of `shard`, where all of the world have to take part.
+    `shard` is divided into subgroups of neighbours like `inside`; `across` has the ranks at the same position in each
+    subgroup. torch's own option (`reshard_after_forward=N`) makes a mesh for each call: two process groups for each
+    layer, created by the ranks of `shard` only, although all ranks of the world have to take part.
     """
     implementation: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
     common: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
