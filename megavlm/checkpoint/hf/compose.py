@@ -1,5 +1,6 @@
-"""Write what the export of a model needs whose vision tower and language model come from two Hugging Face folders: as
-one model, where Transformers has one that consists of them, and otherwise as a folder for each part.
+"""Write the sidecar of a model whose vision tower and language model come from two Hugging Face folders.
+
+Its exports are one model, if Transformers has a class for this combination, and otherwise a folder for each part.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megavlm.storage.cache import local_path
 _TEMPLATE = "chat_template.jinja"
 _IMAGES, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
 _OF_OTHERS = ("chat_template.json", "video_preprocessor_config.json")
-# Gives a template that takes messages as texts those of messages in parts: what `ChatFormat` makes of them in training.
+# Joins the parts of each message for a template that takes texts, in the same way as `ChatFormat` does in training.
 _IN_PARTS = """\
 {%- set flat = namespace(messages=[]) -%}
 {%- for message in messages -%}
@@ -60,7 +61,7 @@ _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
 def composed_config(
     pretrained_list: Sequence[Pretrained], model: ModelConfig, *, image_token: int
 ) -> dict[str, Any] | None:
-    """Return the config.json of a Transformers model that computes what this model does; None if there is none."""
+    """Return the config.json of the Transformers model that equals the composed model; None if there is none."""
     parts = {part: pretrained for pretrained in pretrained_list for part in pretrained.parts}
     if parts.keys() != {"vision", "language"}:
         return None
@@ -80,7 +81,8 @@ def write_composed_sidecar(
     *,
     image_token: int,
 ) -> None:
-    """Write `parent`/hf as if the run, of this `config`, had begun with a model whose config.json is `described`.
+    """Write the sidecar `parent`/hf of a composed model, as if the run had started from one with the config.json
+    `described`.
 
     The tokenizer is the language model's, the image processor the vision tower's.
     """
@@ -100,9 +102,10 @@ def write_composed_sidecar(
 
 
 def write_part_sidecars(pretrained_list: Sequence[Pretrained], parent: Path, config: Config) -> bool:
-    """Write `parent`/hf/PART for each part, so that an export is a folder for each; return whether that is possible.
+    """Write a sidecar `parent`/hf/PART for each part, so that an export has a folder for each part.
 
-    It is if tower and language model come from folders, and the connector says how its weights are named.
+    Return False, without writing, unless tower and language model come from folders and the connector names its
+    weights in an export.
     """
     model = config.model
     parts = {part: pretrained for pretrained in pretrained_list for part in pretrained.parts if part != "projector"}
@@ -125,7 +128,7 @@ def write_part_sidecars(pretrained_list: Sequence[Pretrained], parent: Path, con
 
 
 def _write_part_of_larger(pretrained: Pretrained, part: str, target: Path, config: Config) -> None:
-    """Write the sidecar of a part that was taken out of a larger model: its files, and no weights of other parts."""
+    """Write the sidecar of one part of a larger pretrained model, without weights of the other parts."""
     copy_kept(pretrained.folder.path, target / FILES)
     _remove_index(target / FILES)
     spelling = pretrained.family.name_prefixes[pretrained.variant]
@@ -137,20 +140,20 @@ def _write_part_of_larger(pretrained: Pretrained, part: str, target: Path, confi
 
 
 def _remove_index(files: Path) -> None:
-    """Remove the list of the files of weights, which an export has others of."""
+    """Remove the index of weight files: an export has other weight files."""
     for index in files.glob("*.safetensors.index.json"):
         index.unlink()
 
 
 def _output_aside(pretrained: Pretrained, name: str) -> Kept:
-    """Return the weight of the output layer under this name, if the run embeds and therefore does not hold it."""
+    """Return {name: weight of the output layer} for an embedding model, which does not use this weight; else {}."""
     head = pretrained.family.name_prefixes[pretrained.variant].head
     kept = pretrained.embeds and "language" in pretrained.parts and head in pretrained.folder.tensors
     return {name: (pretrained.folder, head)} if kept else {}
 
 
 def _unused_of_tower(vision: Pretrained) -> Kept:
-    """Return the tower's weights that no feature depends on, under the names that a composed model gives them."""
+    """Return the tower's weights that no feature depends on, under their names in a composed model."""
     prefix = vision.family.name_prefixes[vision.variant].vision
     return {
         f"vision_tower.{name.removeprefix(prefix)}": (vision.folder, name)
@@ -160,8 +163,8 @@ def _unused_of_tower(vision: Pretrained) -> Kept:
 
 
 def write_processor_files(files: Path, config: Config, processor: Mapping[str, Any], *, image_token: int) -> None:
-    """Write to `files` the image processor of the run's tower, `processor_config.json` with what `processor` says, and
-    the run's chat template; nothing where the run has no tokenizer or image processor.
+    """Write the image processor of the run's tower, `processor_config.json` with the values of `processor`, and the
+    run's chat template to `files`. Without a tokenizer or an image processor, write nothing.
     """
     given = config.data.image_processor or config.checkpoint.vision_from
     settings = None if given is None else image_settings(local_path(given, "--image-processor", weights=False))
@@ -185,8 +188,9 @@ def write_processor_files(files: Path, config: Config, processor: Mapping[str, A
 
 
 def _for_parts(source: str, tokenizer: HuggingFaceTokenizer) -> str | None:
-    """Return the template for messages in parts, with images as the tokenizer's image token; None for one that no
-    conversation can be rendered with.
+    """Return a chat template that takes messages in parts and writes each image as the tokenizer's image token.
+
+    Return None for a template that cannot render any conversation.
     """
     try:
         in_parts, written = image_style(
@@ -204,7 +208,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def note_channels(files: Path, config: Config) -> None:
-    """Correct the number of channels in `files`/config.json, and write channels.json, where images are not RGB.
+    """Correct the number of channels in `files`/config.json; write channels.json if images are not RGB.
 
     Transformers then loads the export, and `--init-from` reads images as this run did.
     """
@@ -213,7 +217,7 @@ def note_channels(files: Path, config: Config) -> None:
     family = family_of(Settings(values, "config.json"))
     if family.config(Settings(values, "config.json")).vision.in_channels != wanted:
         tower = values.get("vision_config", values)
-        # A family reads one of the keys; those that a file leaves out come last.
+        # A family reads one of the keys; try keys that the file has before the others.
         for key in sorted(_CHANNELS, key=lambda key: key not in tower):
             wider = {**tower, key: wanted}
             changed = {**values, "vision_config": wider} if "vision_config" in values else wider

@@ -1,4 +1,4 @@
-"""Write and read the files by which an export says how its model embeds."""
+"""Write and read the extra files of an exported embedding model, and of an export in parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megavlm.json_files import check, read_json, whole
 
 _TOKENIZER = "tokenizer.json"
 _TEMPLATE = "TemplateProcessing"
-_POOLING = {"last": "lasttoken", "mean": "mean"}  # their names
+_POOLING = {"last": "lasttoken", "mean": "mean"}  # the names of Sentence Transformers
 _MODULES = (
     ("", "sentence_transformers.base.modules.transformer.Transformer"),
     ("1_Pooling", "sentence_transformers.sentence_transformer.modules.pooling.Pooling"),
@@ -29,9 +29,11 @@ PARTS_FILE = "megavlm_parts.json"
 
 
 def write_embedding_files(folder: Path, model: ModelConfig, scores: Mapping[str, float]) -> None:
-    """Write what says how an export's model embeds; `scores` is what turns cosines into the scores of its loss.
+    """Write the files that describe how an exported model computes embeddings.
 
-    `tokenizer.json` gets the end token, which the vector may be the state of, as what it adds to each text.
+    `scores` has the scalars that turn cosines into the scores of the loss. `tokenizer.json` is changed so that it
+    appends the end token, whose hidden state may be the embedding, to each text. If it cannot be changed, the files
+    for Sentence Transformers are left out.
     """
     write_embedding_file(folder, model.objective, scores)
     if end_texts(folder):
@@ -39,27 +41,27 @@ def write_embedding_files(folder: Path, model: ModelConfig, scores: Mapping[str,
 
 
 def write_file_of_parts(folder: Path, model: ModelConfig) -> None:
-    """Write what the folders of an export in parts do not say of the model."""
+    """Write `megavlm_parts.json`: settings of a model exported in parts that no part's config.json has."""
     beside = {"vision_feature_layer": model.vision.feature_layer, "image_token": model.image_token}
     replace_file(folder / PARTS_FILE, json.dumps(beside, indent=2) + "\n")
 
 
 def write_embedding_file(folder: Path, options: ObjectiveConfig, scores: Mapping[str, float]) -> None:
-    """Write the file by which megavlm knows how an export embeds."""
+    """Write `megavlm_embedding.json`: objective, pooling, prefixes and loss scalars of an exported embedding model."""
     named = {name: getattr(options, name) for name in _OPTIONS}
     content = {"objective": options.kind, "normalized": True, **named, **scores}
     replace_file(folder / FILE, json.dumps(content, indent=2) + "\n")
 
 
 def is_in_parts(folder: Path) -> bool:
-    """Return whether a folder is an export in parts."""
+    """Return whether a folder is an export in parts: each part has a folder with a config.json in it."""
     return not (folder / "config.json").exists() and all(
         (folder / part / "config.json").is_file() for part in ALL_PARTS
     )
 
 
 def read_file_of_parts(folder: Path, model: ModelConfig) -> ModelConfig:
-    """Return `model` with what the folders of an export in parts do not say. Raises UserError for what cannot be."""
+    """Return `model` with the settings of `megavlm_parts.json`. Raises UserError for invalid values."""
     beside = read_json(folder / PARTS_FILE)
     kinds = {"vision_feature_layer": whole(-(2**20), 2**20), "image_token": whole(0, 2**31)}
     check(beside, kinds, str(folder / PARTS_FILE))
@@ -69,8 +71,9 @@ def read_file_of_parts(folder: Path, model: ModelConfig) -> ModelConfig:
 
 
 def read_embedding_file(folder: Path) -> ModelConfig:
-    """Return how a folder's model embeds; the rest is as by default. Raises UserError if the folder does not say so, or
-    says what cannot be.
+    """Return a model configuration with the objective of `megavlm_embedding.json`, and defaults otherwise.
+
+    Raises UserError if the folder lacks this file, or if the file has invalid values.
     """
     if not (folder / FILE).is_file():
         raise UserError(f"{folder} has no {FILE}: train a model that embeds, with --objective contrastive or sigmoid")
@@ -86,7 +89,7 @@ def read_embedding_file(folder: Path) -> ModelConfig:
 
 
 def write_sentence_transformers_files(folder: Path, options: ObjectiveConfig, *, width: int) -> None:
-    """Write a pipeline of model, pooling and normalisation, with the instructions as its prompts."""
+    """Write a Sentence Transformers pipeline of model, pooling and normalisation, with the prefixes as its prompts."""
     states = {"method": "forward", "method_output_name": "last_hidden_state"}
     files: dict[str, Any] = {
         "modules.json": [
@@ -113,8 +116,10 @@ def write_sentence_transformers_files(folder: Path, options: ObjectiveConfig, *,
 
 
 def end_texts(folder: Path) -> bool:
-    """Let the tokenizer of a folder add its end token to each text; return False if it has no `tokenizer.json`, or
-    none that names the token.
+    """Change a folder's `tokenizer.json` so that it appends the end token to each text.
+
+    Return False, without a change, if there is no `tokenizer.json`, if it lacks the end token, or if its
+    post-processor is of a kind that cannot be extended.
     """
     file = folder / _TOKENIZER
     tokenizer = read_json(file) if file.is_file() else {}
@@ -131,11 +136,10 @@ def end_texts(folder: Path) -> bool:
 
 
 def _ending(before: dict[str, Any] | None, end: str, number: int) -> dict[str, Any] | None:
-    """Return a post-processor that does what the one before does and has the end token behind each text; None if that
-    one is of a kind that no token can be added to.
+    """Return a post-processor that applies `before` and appends the end token to each text; None if `before` is of a
+    kind that cannot be extended.
 
-    A second template would see the tokens of a first one as a text of their own, so a template that is there is
-    extended.
+    A second template would treat the tokens of a first one as part of the text, so an existing template is extended.
     """
     first = [before] if before is not None else []
     parts = before["processors"] if before is not None and before["type"] == "Sequence" else first

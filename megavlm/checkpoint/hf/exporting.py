@@ -1,4 +1,4 @@
-"""Export a megavlm checkpoint as a Hugging Face folder with the files and names that the model came from.
+"""Export a megavlm checkpoint as a Hugging Face folder, with the files and tensor names of the model it started from.
 
 Tensors are copied some rows at a time, so that the model need not fit into memory.
 """
@@ -57,11 +57,10 @@ Declared = dict[str, tuple[str, tuple[int, ...]]]  # Hugging Face name → (type
 
 @dataclass(frozen=True)
 class Exported:
-    """The tensors of an export of a checkpoint: names, types and values, read some rows at a time.
+    """The tensors of an exported checkpoint: names, types and values, read some rows at a time.
 
     Trained weights are the fp32 main weights, or their averages, rounded once to the type that the tensor had in the
-    folder that the run began with. Those that were not trained are read from the sidecar where the run has rounded
-    them.
+    folder that the run started from. Untrained weights are read from the sidecar if the run has rounded them.
     """
 
     records: TrainedRecords
@@ -84,8 +83,9 @@ class Exported:
         part: str | None = None,
         merged: LoraConfig | None = None,
     ) -> Exported:
-        """Return the export of weights that `records` reads; messages name `checkpoint`. Raises UserError if it lacks
-        tensors, or is damaged.
+        """Return the export of the weights that `records` reads. With `part`, the export has this part's weights alone.
+
+        Raises UserError, which names `checkpoint`, if weights are missing or damaged.
         """
         family = family_at(sidecar)
         if sidecar.variant >= len(family.name_prefixes):
@@ -107,7 +107,9 @@ class Exported:
 
     @cached_property
     def declared(self) -> Declared:
-        """Return all tensors by name, in the order of the table, and then those of no weight of the model."""
+        """Return type and shape of each exported tensor by name: the model's weights in the order of the table, their
+        copies, and then tensors that are kept from the sidecar.
+        """
         made = {
             name: (self.sidecar.types.get(name, DTYPE_NAMES[self.records.stored[key].dtype]), shape)
             for key, rule in self.table.items()
@@ -118,7 +120,7 @@ class Exported:
 
     @cached_property
     def copies(self) -> dict[str, list[str]]:
-        """Return what files repeat of a tensor, by its name (`copies`)."""
+        """Return, for each tensor that the files repeat, the names of its copies (`pretrained.copies`)."""
         found = dict[str, list[str]]()
         for copy, name in copies(self.family, self.sidecar.variant, self.model, self.sidecar.file_of).items():
             found.setdefault(name, []).append(copy)
@@ -131,11 +133,11 @@ class Exported:
         return real_shape(key, self.records.stored[key].shape, self.model, vocab_size=vocab_size)
 
     def is_kept(self, key: str) -> bool:
-        """Return whether a weight's tensors lie in the sidecar as they came."""
+        """Return whether the sidecar has all tensors of a weight, unchanged."""
         return all(name in self.kept.tensors for name in self.table[key].hf_names)
 
     def values(self, key: str, start: int, stop: int) -> Tensor:
-        """Return rows of a weight of megavlm at full precision, with adapters of experts folded in."""
+        """Return rows [start, stop) of a megavlm weight at full precision, with adapters of experts merged."""
         shape, experts = self.shape(key), key in self.adapters and self.adapters[key].of_experts
         if self.is_kept(key):
             rows = (slice(start, stop), *(slice(0, size) for size in shape[1:]))
@@ -147,7 +149,10 @@ class Exported:
         return values
 
     def pieces(self, key: str, start: int, stop: int) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield rows of a weight as they are written: the tensor, its first row of these, and them in its type."""
+        """Yield (Hugging Face name, first row, values) for rows [start, stop) of a megavlm weight, adapters merged.
+
+        The values have the type in which the tensor is written.
+        """
         rule, held = self.table[key], self.adapters.get(key)
         pairs = held.by_hf_name(rule) if held is not None and held.of_experts is None else {}
         for name, rows, values in pieces_of(rule, self.values(key, start, stop), start, self.shape(key)):
@@ -156,7 +161,7 @@ class Exported:
             yield name, rows.start, values.to(DTYPES[self.declared[name][0]])
 
     def runs(self, key: str) -> Iterator[tuple[str, int, int]]:
-        """Yield the ranges of a weight's rows that are copied in one piece, as `pieces` takes them."""
+        """Yield (key, start, stop), the arguments of `pieces`, for each range of rows that is copied at once."""
         stored, height = self.records.stored[key], self.shape(key)[0]
         rows = max(1, PIECE_BYTES // (math.prod(stored.shape[1:]) * stored.dtype.itemsize))
         if isinstance(self.table[key], Transpose):
@@ -164,7 +169,7 @@ class Exported:
         return ((key, start, min(start + rows, height)) for start in range(0, height, rows))
 
     def whole(self, key: str) -> Tensor:
-        """Return a weight of megavlm in fp32, with the values that are written."""
+        """Return a megavlm weight in fp32, rounded to the type in which it is written."""
         shape = self.shape(key)
         values = self.values(key, 0, shape[0]).float()
         for name, _, rows in pieces_of(self.table[key], values, 0, shape):
@@ -182,7 +187,7 @@ def export(
     merged: LoraConfig | None = None,
     averaged: bool = False,
 ) -> None:
-    """Write the folder `out`, complete or not at all; with `merged`, fold adapters into the weights that they adapt.
+    """Export a checkpoint to the folder `out`, complete or not at all. With `merged`, fold adapters into their weights.
     With `averaged`, trained weights are their averages (`--ema-decay`). With `part`, write this part's weights alone.
 
     Raises UserError if the checkpoint lacks tensors, or has adapters and `merged` is None, or if `out` exists.
@@ -224,10 +229,10 @@ def export(
 
 
 def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
-    """Write the folder `out` from a run or checkpoint: of a model that consists of parts, a folder for each of them,
-    which --vision-from, --projector-from and --language-from read. With `merge`, fold its adapters into weights.
+    """Export a run or checkpoint to the folder `out`. A model with a sidecar for each part gets a folder for each part,
+    which --vision-from, --projector-from and --language-from read. With `merge`, merge adapters into the weights.
 
-    Raises UserError for a run that no folder of Hugging Face files belongs to, or if `out` exists.
+    Raises UserError for a run without a sidecar, for `merge` without adapters, or if `out` exists.
     """
     checkpoint = folders.resolve(source)
     saved = model_of(read_summary(checkpoint), checkpoint)
@@ -252,8 +257,8 @@ def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
 
 
 def _scores(records: TrainedRecords, model: ModelConfig) -> dict[str, float]:
-    """Return what makes scores of cosines in the loss of a model that embeds, as trained or as given: the temperature
-    that divides them, and the bias of a sigmoid loss. A loss of an extension has its own.
+    """Return the scalars by which an embedding model's loss turns cosines into scores, learned or as given: the
+    temperature that divides cosines, and the bias of a sigmoid loss. Return {} for the loss of an extension.
     """
     options = model.objective
     if options.kind not in OBJECTIVES:
@@ -268,7 +273,7 @@ def _scores(records: TrainedRecords, model: ModelConfig) -> dict[str, float]:
 
 
 def _files(declared: Declared, sidecar: Sidecar) -> dict[str, Declared]:
-    """Return the tensors of each file in the order of the original files; without original files, cut by size."""
+    """Return the tensors of each file, divided as in the original files or, if these are not known, by size."""
     if sidecar.file_of and sidecar.file_of.keys() != declared.keys():
         differing = sorted(sidecar.file_of.keys() ^ declared.keys())
         raise UserError(
@@ -282,7 +287,7 @@ def _files(declared: Declared, sidecar: Sidecar) -> dict[str, Declared]:
 
 
 def _cut(declared: Declared) -> dict[str, str]:
-    """Return the file of each tensor: files hold at most FILE_BYTES and are named as Transformers names them."""
+    """Return the file of each tensor: files hold at most FILE_BYTES and have Transformers' names."""
     number_of, size, number = {}, 0, 1
     for name, tensor in declared.items():
         if size and size + _bytes(tensor) > FILE_BYTES:
@@ -300,7 +305,7 @@ def _bytes(tensor: tuple[str, tuple[int, ...]]) -> int:
 
 
 def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -> None:
-    """Copy the files without weights, and write the list of files, or its size, where channels were added."""
+    """Copy the files without weights. For several weight files, write their index, or correct its total size."""
     copy_kept(sidecar.files, folder)
     if len(files) > 1:
         size = sum(_bytes(tensor) for held in files.values() for tensor in held.values())

@@ -86,7 +86,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """File, type, shape and byte offset of a tensor in a safetensors folder."""
+    """File, type, shape and byte offset of a tensor in a Hugging Face folder."""
 
     file: str
     shape: tuple[int, ...]

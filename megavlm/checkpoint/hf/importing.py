@@ -1,7 +1,7 @@
-"""Load Hugging Face weights into the chunks of a rank, which reads only its slices.
+"""Load Hugging Face weights into the chunks of a rank, without reading the slices of other ranks.
 
-Data-parallel copies need the same rows, and all tensor-parallel ranks those of weights that are cut by columns, or not
-at all. One of them reads, the next ones ahead in threads, and sends the rows to the others.
+Data-parallel replicas need the same rows. Tensor-parallel ranks also do, for weights that are split by columns or not
+at all. One of these ranks reads the rows, prefetches the next ones in threads, and broadcasts them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megavlm.model.vlm import HoldsWeights
 from megavlm.model.weights import index_of, initialize, real_shape
 from megavlm.parallel.rendezvous import from_rank_0
 
-_AHEAD = 2 * THREADS  # reads that wait for their turn to be sent
+_AHEAD = 2 * THREADS  # prefetched reads
 
 
 class Read(NamedTuple):
-    """Some rows of a tensor in one of the pretrained folders."""
+    """Rows [start, stop) of a tensor in one of the pretrained folders."""
 
     folder: int
     name: str
@@ -40,7 +40,7 @@ class Read(NamedTuple):
 
 
 def read_of(folder: int, info: TensorInfo, name: str, rows: slice) -> Read:
-    """Return the read of these rows of a tensor."""
+    """Return the `Read` of the given rows of a tensor in the pretrained folder with index `folder`."""
     start, stop, _ = rows.indices((info.shape or (1,))[0])
     return Read(folder, name, start, stop)
 
@@ -54,8 +54,8 @@ def shared_rows(
 ) -> Iterator[tuple[Read, Tensor]]:
     """Yield each read with its rows on the device. Rows that a whole group needs are read by one rank and broadcast.
 
-    All ranks of a group make the reads that they share in the same order. What is wrong with a file is noted in
-    `errors`: the others wait for their turn.
+    All ranks of a group make the reads that they share in the same order. A rank that cannot read a file appends the
+    error to `errors` and goes on with zeros, because other ranks wait for the broadcast.
     """
     order = turns(reads, groups)
     reader_of = [dist.get_rank() if group is None else reader for group, reader in order]
@@ -85,14 +85,14 @@ def shared_rows(
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """A folder whose rows are read in turn with other ranks; what `HfFolder` is to `pretrained.slice_of`."""
+    """A `RowReader` for `Pretrained.read_slice` that takes its rows from `shared_rows`, not from the files."""
 
     tensors: Mapping[str, TensorInfo]
     number: int
     rows: Iterator[tuple[Read, Tensor]]
 
     def read(self, name: str, rows: slice) -> Tensor:
-        """Return the rows of the next read, which must be these."""
+        """Return the rows of the next shared read, which must be the read of `rows` of the tensor `name`."""
         read, found = next(self.rows)
         assert read == read_of(self.number, self.tensors[name], name, rows), f"{read} is next, not {name} {rows}"
         return found
@@ -102,10 +102,10 @@ class SharedFolder:
 def load_weights(
     chunks: Sequence[HoldsWeights], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
 ) -> None:
-    """Set the weights of `chunks` from pretrained folders, and draw the others (such as a new projector's) at random.
+    """Load the weights of `chunks` from pretrained folders; initialize others (as of a new projector) at random.
 
-    Every rank calls it; rows that several need are read by one. Raises UserError on all ranks, listing every missing,
-    surplus or wrongly shaped tensor.
+    Every rank calls it; rows that several ranks need are read by one of them. Raises UserError on all ranks: it lists
+    every missing, surplus or wrongly shaped tensor, or names a file that cannot be read.
     """
     _check(chunks, pretrained_list, config, vocab_size=vocab_size)
     for chunk in chunks:
@@ -131,7 +131,7 @@ def load_weights(
 
 
 def _of_all_ranks(lines: list[str]) -> list[str]:
-    """Return the lines of all ranks, sorted."""
+    """Gather `lines` from all ranks and return them sorted, without repeats."""
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, lines)
     return sorted({line for each in found for line in each})

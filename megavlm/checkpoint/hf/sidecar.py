@@ -1,8 +1,8 @@
-"""Keep what a Hugging Face folder holds besides the trained weights, so that an export gives it back.
+"""Write and read a run's sidecar `hf/`: the files and tensors of a Hugging Face folder that only an export needs.
 
-The folder `hf/` of a run or checkpoint has config.json and the files of tokenizer and processor (`files/`), the tensors
-that training does not reach (`unused.safetensors`): those that the model does not use, and those that the run does not
-train and holds in another type, which rounds them. `tensors.json` has the original file and type of each tensor.
+The folder `hf/` of a run or checkpoint has config.json and the files of tokenizer and processor (`files/`), and tensors
+that training does not change (`unused.safetensors`): tensors that the model does not use, and frozen tensors whose
+values the run's type would round. `tensors.json` has the original file and type of each tensor.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ KEPT = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # never *.py: an expo
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The content of a folder `hf/`."""
+    """Content of a sidecar: the folder `hf/`, or `hf/PART` for a part of a model."""
 
     path: Path
     files: Path  # the folder of files that were copied as they are
-    variant: int  # index of the family's name_prefixes that its files use
+    variant: int  # index of the family's name_prefixes that the files use
     file_of: dict[str, str]  # tensor → file, in the order of the files
     types: dict[str, str]  # tensor → type, in safetensors' spelling
 
 
 def write_sidecar(pretrained: Pretrained, target: Path, config: Config) -> None:
-    """Copy what an export will need to the folder `target`, for a run of this configuration."""
+    """Write the sidecar of a run that starts from `pretrained`, with this configuration, to the folder `target`."""
     copy_kept(pretrained.folder.path, target / FILES)
     unused: Kept = {name: (pretrained.folder, name) for name in pretrained.unused}
     files = {name: info.file for name, info in pretrained.folder.tensors.items()}
@@ -70,10 +70,11 @@ def write_tensors(
     files: Mapping[str, str],
     config: Config,
 ) -> None:
-    """Write what an export whose names are those of `table` needs to know of tensors: the types that they have in the
-    folders, `files`, and the values of `unused` and of those that the run does not train and would round.
+    """Write `tensors.json` and `unused.safetensors` for an export with the tensor names of `table`.
 
-    What no folder has, a new projector, gets the type of the language model.
+    They have each tensor's type in the source folders, `files` (tensor → file), and the values of `unused` tensors and
+    of tensors that the run does not train and would round. Tensors that no folder has (a new projector) get the type
+    of the language model.
     """
     kept, types, new = dict(unused), dict[str, str](), list[str]()
     for key, rule in table.items():
@@ -83,7 +84,7 @@ def write_tensors(
             new += rule.hf_names
             continue
         found = [source.folder.tensors[name].dtype for name in names]
-        if len(names) != len(rule.hf_names):  # experts in one tensor there, and one by one here
+        if len(names) != len(rule.hf_names):  # the source stacks experts in one tensor, the export does not
             types |= dict.fromkeys(rule.hf_names, DTYPE_NAMES[source.dtype_of(key)])
             continue
         types |= dict(zip(rule.hf_names, found, strict=True))
@@ -101,15 +102,15 @@ def write_tensors(
 
 
 def _is_rounded(key: str, types: Iterable[str], config: Config) -> bool:
-    """Return whether a run does not train a weight whose tensors have these types, and holds it in one that lacks some
-    of their values.
+    """Return whether a run does not train a weight and would round it: the run's type cannot represent all values of
+    `types`, the types of the weight's tensors.
     """
     held = DTYPES[_HELD[config.precision.dtype]]
     return not is_trained(key, config) and any(torch.promote_types(DTYPES[each], held) != held for each in types)
 
 
 def copy_kept(source: Path, target: Path) -> None:
-    """Copy the files that an export returns unchanged. Raises UserError for a link that leads out of `source`."""
+    """Copy the files that an export keeps unchanged (`KEPT`). Raises UserError for a link to outside of `source`."""
     try:
         copy_files(source, target, suffixes=KEPT)
     except Escapes as error:
@@ -117,7 +118,7 @@ def copy_kept(source: Path, target: Path) -> None:
 
 
 def carry_sidecar(checkpoint: Path, run_dir: Path) -> None:
-    """Copy the folder `hf/` of a checkpoint's run to the run that starts from the checkpoint, if there is one."""
+    """Copy the sidecars of a checkpoint, if it has any, to `run_dir`, a run that starts from the checkpoint."""
     for part, sidecar in sidecars(checkpoint).items():
         target = run_dir / NAME / part
         if sidecar.path == target:
@@ -128,10 +129,10 @@ def carry_sidecar(checkpoint: Path, run_dir: Path) -> None:
 
 
 def sidecars(checkpoint: Path) -> dict[str, Sidecar]:
-    """Return what `hf/` of a checkpoint, or of its run, holds: a model under the name "", or each part (`hf/vision`, …)
-    of one that Transformers has no class for; empty if the model is not from Hugging Face.
+    """Return the sidecars of a checkpoint or of its run: {"": sidecar} for a model that Transformers has a class for,
+    else a sidecar for each part ("vision", …); {} if the model is not from Hugging Face.
 
-    Raises UserError if it is damaged or names files elsewhere.
+    Raises UserError if a sidecar is damaged or names files outside of it.
     """
     places = [parent / NAME for parent in (checkpoint, checkpoint.parent.parent)]
     for place in places:
@@ -146,7 +147,7 @@ def sidecars(checkpoint: Path) -> dict[str, Sidecar]:
 def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
     """Return a run's or checkpoint's folder, its Hugging Face sidecar, and its model's and adapters' configuration.
 
-    Raises UserError for a run that no folder of Hugging Face files belongs to.
+    Raises UserError if there is no sidecar, or one for each part of the model.
     """
     checkpoint = folders.resolve(source)
     found = sidecars(checkpoint)
@@ -164,18 +165,18 @@ def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
 
 
 def family_at(sidecar: Sidecar) -> Family:
-    """Return the family that a run's copy of config.json belongs to."""
+    """Return the model family of a sidecar's config.json."""
     return family_of(settings_at(sidecar))
 
 
 def settings_at(sidecar: Sidecar) -> Settings:
-    """Return a run's copy of config.json."""
+    """Return the content of a sidecar's config.json."""
     file = sidecar.files / "config.json"
     return Settings(read_json(file), str(file))
 
 
 def _read(path: Path, *names: str) -> Sidecar:
-    """Return the content of the folder `path`/`names`…, of which no name may be a link to elsewhere."""
+    """Return the sidecar in the folder `path`/`names`…. Raises UserError if it is damaged or has a link out of it."""
     try:
         for name in names:
             path = inside(path, name, directory=True)
