@@ -1,4 +1,4 @@
-"""Make the process groups of a layout. This is the only file that touches megatron-core's `parallel_state`."""
+"""Create the process groups of a parallel layout; no other file uses megatron-core's `parallel_state`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_NORMS = {"MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROU
 
 @dataclass(frozen=True)
 class UnusedGroup:
-    """Stands for a group in which this layout exchanges nothing; torch refuses it in a collective."""
+    """Placeholder for a process group without communication in this layout; torch refuses it in a collective."""
 
     name: str
     ranks: tuple[int, ...] = field(repr=False)
@@ -42,12 +42,12 @@ class UnusedGroup:
 
 
 class GroupMaker:
-    """Makes the groups of this rank alone, each once: groups of the same ranks are one group.
+    """Creates only the process groups that this rank belongs to; equal sets of ranks share one group.
 
-    torch's `new_group` is called by all ranks for every group, which is work that grows with the world: 3,185 calls at
-    TP8·PP8 on 1,024 ranks. With `use_local_synchronization` only members call it. The members of a group find each
-    other by its ranks and by how many groups each of them has made, so that all ranks make each kind of group, or skip
-    it, in the same order.
+    By default, all ranks call torch's `new_group` for every group, and the number of calls grows with the world: 3,185
+    calls at TP8·PP8 on 1,024 ranks. With `use_local_synchronization` only members call it. The members of a group
+    rendezvous under a key of the ranks and the number of groups that a member has made before, so that all ranks must
+    make or skip each kind of group in the same order.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -55,41 +55,41 @@ class GroupMaker:
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Return the group of these ranks, of which this rank is one."""
+        """Return the process group of `ranks`, which include this rank; create it at the first call."""
         key = tuple(sorted(map(int, ranks)))
         if key not in self._made:
             self._made[key] = dist.new_group(list(key), timeout=self._timeout, use_local_synchronization=True)
         return self._made[key]
 
     def on_host(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return a group of the same ranks that exchanges host memory: itself, or one of gloo."""
+        """Return a group of the same ranks for tensors on the host: `group` itself if possible, or a new gloo group."""
         if group.size() == 1 or dist.get_backend(group) == "gloo":
             return group
         ranks = dist.get_process_group_ranks(group)
         return dist.new_group(ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=True)
 
     def skip(self) -> None:
-        """Make a group of this rank in place of one that others make now, so that all have made as many."""
+        """Create a group of this rank alone while other ranks create one, so that all have created equally many."""
         dist.new_group([dist.get_rank()], timeout=self._timeout, use_local_synchronization=True)
 
     def among(self, rows: np.ndarray) -> dist.ProcessGroup:
-        """Return the group of the row that has this rank; each rank of the world is in one row."""
+        """Return the group of the row of ranks that contains this rank; each rank of the world is in one row."""
         return self.of(rows[(rows == dist.get_rank()).any(axis=1)][0].tolist())
 
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The groups in which context-parallel ranks exchange heads, and gather keys and values."""
+    """Process groups of context parallelism: for the all-to-all of heads, and for gathering keys and values."""
 
     split: RowSplit
     heads: dist.ProcessGroup
-    keys: dist.ProcessGroup  # its rank is the number of the group whose keys this rank has
+    keys: dist.ProcessGroup  # this rank's number in it is the number of the heads group whose keys this rank has
 
     @classmethod
     def of(
         cls, dims: Dims, collection: ProcessGroupCollection, alone: dist.ProcessGroup, maker: GroupMaker
     ) -> ContextGroups:
-        """Make the groups; every rank calls it. `alone` is a group of this rank only."""
+        """Create the groups on every rank. `alone` is a group of this rank only."""
         split = dims.row_split
         if split.groups == 1:
             return cls(split, collection.cp, alone)
@@ -103,7 +103,7 @@ class ContextGroups:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that this rank belongs to. `collection` has them in the form that megatron-core takes."""
+    """Process groups that this rank belongs to; `collection` holds them as megatron-core's modules expect them."""
 
     dims: Dims
     coords: Coordinates
@@ -124,37 +124,37 @@ class Groups:
 
     @property
     def dp(self) -> dist.ProcessGroup:
-        """Return the data-parallel ranks: those with this rank's TP, CP and PP coordinates, one of each replica."""
+        """Return the data-parallel group: the ranks of all replicas with this rank's TP, CP and PP coordinates."""
         return self.collection.dp
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """Return the DP × CP ranks that hold the same parameters and sum their gradients."""
+        """Return the group of DP × CP ranks, which hold the same parameters and sum their gradients."""
         return self.collection.dp_cp
 
     @property
     def shard(self) -> dist.ProcessGroup:
-        """Return the DP × CP ranks over which optimizer state (and more) is sharded; with HSDP, some of them."""
+        """Return the group that shards optimizer state (and more): all DP × CP ranks, or some of them with HSDP."""
         return self.collection.intra_dp_cp
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """Return, with HSDP, the ranks of all shard groups that hold the same shard as this one; None without HSDP."""
+        """Return the HSDP replica group: ranks of all shard groups with the same shard; None without HSDP."""
         return self.collection.inter_dist_opt if self.shard.size() < self.dp_cp.size() else None
 
     @property
     def replica_rank(self) -> int:
-        """Return this rank's place in its model replica: tp + TP·(cp + CP·pp)."""
+        """Return this rank's index in its model replica: tp + TP·(cp + CP·pp)."""
         return self.coords.tp + self.dims.tp * (self.coords.cp + self.dims.cp * self.coords.pp)
 
     @property
     def is_first_tp(self) -> bool:
-        """Return whether this is tensor-parallel rank 0, which writes and counts what all of them know alike."""
+        """Return whether this is tensor-parallel rank 0, which writes and counts values equal on all TP ranks."""
         return self.coords.tp == 0
 
     @property
     def is_reader(self) -> bool:
-        """Return whether this rank reads the samples of its replica and records the skipped ones."""
+        """Return whether this rank reads the samples of its replica and records the skipped samples."""
         return self.replica_rank == 0
 
 
@@ -168,14 +168,14 @@ def build_groups(
     encoder_tp: int = 1,
     sharded: bool = False,
 ) -> Groups:
-    """Make every process group of a layout and seed the dropout generators; return this rank's groups.
+    """Create every process group of a layout and seed the dropout generators; return this rank's groups.
 
     Args:
-        tied_owners: pipeline ranks that hold tied embeddings (first language stage and last stage), maybe the same.
+        tied_owners: pipeline ranks with tied embeddings (first language stage and last stage), possibly equal.
         timeout_minutes: collectives that take longer end the run.
         shard_size: number of neighbouring DP × CP ranks that shard optimizer state; default: all of them.
-        encoder_tp: tensor-parallel degree of a colocated encoder, if there is one (`encoder_groups`).
-        sharded: whether optimizer state is sharded, so that gradient norms are sums over the world, and not over the
+        encoder_tp: tensor-parallel degree of a colocated encoder, if the layout has one (`encoder_groups`).
+        sharded: whether optimizer state is sharded; then gradient norms are summed over the world, and not over the
             TP × PP ranks of a replica.
         seed: dropout seed; pipeline stages, context- and data-parallel ranks draw different numbers.
     """
@@ -224,8 +224,8 @@ def build_groups(
 def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, maker: GroupMaker) -> None:
     """Set the groups of HSDP in `collection`: each `size` neighbouring DP × CP ranks are a shard group.
 
-    Ranks that hold the same shard are replicas of one another. megatron-core can make the same groups
-    (`num_distributed_optimizer_instances`), but needs einops for it, which it does not require.
+    Ranks that hold the same shard are a replica group. megatron-core can create the same groups
+    (`num_distributed_optimizer_instances`), but needs einops for that, which is not among its dependencies.
     """
     copies = dims.dp_cp // size
     ranks = np.arange(dims.world).reshape(dims.pp, copies, size, dims.tp)  # the last axis varies fastest
@@ -238,7 +238,7 @@ def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, 
 
 
 def _tied_group(dims: Dims, owners: list[int], maker: GroupMaker) -> dist.ProcessGroup | None:
-    """Return this rank's group of ranks with tied embeddings; None if it holds none, or if only one stage does."""
+    """Return this rank's tied-embedding group; None if it has no tied embeddings, or if only one stage has them."""
     stage = dims.tp * dims.dp_cp
     owner, column = divmod(dist.get_rank(), stage)
     if len(owners) < 2:
@@ -250,16 +250,16 @@ def _tied_group(dims: Dims, owners: list[int], maker: GroupMaker) -> dist.Proces
 
 
 def _encoder_groups(dims: Dims, tp: int, maker: GroupMaker) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the ranks that share one colocated encoder, and those that hold the same shard of theirs."""
+    """Return the TP group of this rank's colocated encoder, and the DP group of ranks with the same encoder shard."""
     encoders = np.array(dims.encoders(tp))
     return maker.among(encoders), maker.among(encoders.T)
 
 
 def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int) -> Groups:
-    """Return the groups of a colocated encoder: TP over `tp` neighbouring ranks of a replica, DP over all others.
+    """Return the groups of a colocated encoder: TP over `tp` neighbouring ranks of a replica, DP across the encoders.
 
-    Dropout draws different numbers on each rank; with `same_dropout`, the ranks of one encoder draw the same ones.
-    `tp` is the `encoder_tp` that the groups were built with.
+    Dropout draws different numbers on each rank; with `same_dropout`, the ranks of one encoder draw the same numbers.
+    `tp` must equal the `encoder_tp` that was passed to `build_groups`.
     """
     alone, world = groups.alone, groups.maker.of(range(groups.dims.world))
     together, apart = _encoder_groups(groups.dims, tp, groups.maker) if tp > 1 else (alone, world)
@@ -290,15 +290,15 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int) ->
 
 @dataclass(frozen=True)
 class Levels:
-    """A group in two levels: the ranks of this rank's subgroup, and its counterparts in the other subgroups."""
+    """Two levels of a process group: this rank's subgroup, and the ranks at the same position in all subgroups."""
 
     inside: dist.ProcessGroup
     across: dist.ProcessGroup
 
 
 def levels_of(group: dist.ProcessGroup, size: int | None, maker: GroupMaker) -> Levels | None:
-    """Return the two levels of a group of one stage, which is cut into subgroups of `size` neighbours; None where each
-    would have one rank.
+    """Divide a group of one stage into subgroups of `size` neighbours, and return the two levels; None without a size
+    or if a subgroup would have one rank.
     """
     if size is None or size == 1:
         return None
@@ -307,9 +307,9 @@ def levels_of(group: dist.ProcessGroup, size: int | None, maker: GroupMaker) -> 
 
 
 def destroy_groups() -> None:
-    """Close the groups of a layout, so that the same processes can build another one; every rank calls it.
+    """Close all process groups of a layout, so that the same processes can build another layout; all ranks call it.
 
-    megatron-core forgets its groups without closing them, and a gloo group keeps its threads and sockets until it is
+    megatron-core drops its groups without closing them, and a gloo group keeps its threads and sockets until it is
     closed.
     """
     if not parallel_state.is_initialized():
@@ -330,7 +330,7 @@ def broadcast_from_last_stage(tensor: torch.Tensor, groups: Groups) -> torch.Ten
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of all random generators of this rank."""
+    """Return the states of this rank's torch and megatron-core random generators."""
     states: dict[str, Any] = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -338,7 +338,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Set all random generators of this rank."""
+    """Restore the random generators of this rank from `random_states`."""
     torch.set_rng_state(states["cpu"])
     get_cuda_rng_tracker().set_states(dict(states["tracker"]))  # a copy: the tracker changes it
     if "cuda" in states:

@@ -1,9 +1,9 @@
-"""Let the processes of a run find one another, again after each restart by torchrun, and wait for one another.
+"""Rendezvous and synchronisation of the ranks of a run, which also work after a restart by torchrun.
 
-torchrun keeps one store for all attempts, and what dead ranks wrote stays in it. It numbers restarts after a failure
-(TORCHELASTIC_RESTART_COUNT), each agent its own, but not those after an agent joined or left, so that no number in
-the environment tells two starts apart. The ranks of a start therefore agree on a name for it, which prefixes all that
-they write.
+torchrun keeps one store for all attempts, including the entries of dead ranks. Each agent counts its restarts after a
+failure (TORCHELASTIC_RESTART_COUNT), but not restarts after an agent joined or left, so that no number in the
+environment distinguishes two starts. The ranks of a start therefore agree on a unique name, the prefix of all their
+keys in the store.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megavlm.errors import RankError, RanksMissing, UserError
 Found = TypeVar("Found")
 
 _PLACE = "megavlm/rendezvous"
-_PAUSE = 0.02  # seconds between two looks at the store
-_GRACE = 10.0  # seconds for which the others outlast rank 0, which knows who is missing
-_LOOK, _SAY = timedelta(seconds=60), 300.0  # of ranks that wait for rank 0
-_LAST_CHANCE = 1.0  # seconds for ranks that are there to arrive, once others have not come
+_PAUSE = 0.02  # seconds between two polls of the store
+_GRACE = 10.0  # seconds by which other ranks wait longer than rank 0, which can name the missing ranks
+_LOOK, _SAY = timedelta(seconds=60), 300.0  # while waiting for rank 0: time per poll; seconds before a message
+_LAST_CHANCE = 1.0  # seconds after the timeout for present ranks to confirm their arrival
 _APART = "the ranks of this start did not find one another in --distributed-timeout-minutes"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a process knows once the ranks of its start have found one another."""
+    """Result of the rendezvous: the store of this start, this rank and the world size."""
 
     store: dist.Store  # no earlier start has written to it
     rank: int
@@ -44,7 +44,7 @@ class Meeting:
 
 
 def store_of_agents() -> dist.Store | None:
-    """Return the store of torchrun's agents, which is there before the ranks have met; None where there is none."""
+    """Connect to the store of torchrun's agents, which exists before the rendezvous; None if there is no store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -57,8 +57,8 @@ def store_of_agents() -> dist.Store | None:
 
 
 def join(timeout: timedelta) -> Meeting:
-    """Meet the ranks that are started together. Raises TimeoutError, on rank 0 with the ranks that are missing, and
-    UserError if there is no connection to rank 0 at MASTER_ADDR and MASTER_PORT.
+    """Rendezvous with the other ranks of this start. Raises TimeoutError, which on rank 0 names the missing ranks, and
+    RankError if there is no connection to rank 0 at MASTER_ADDR and MASTER_PORT.
     """
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
@@ -82,10 +82,10 @@ def join(timeout: timedelta) -> Meeting:
 
 
 def agree(store: dist.Store, rank: int, world: int, *, timeout: timedelta) -> str:
-    """Return a name that is equal on the `world` ranks that call this together, and was never returned before.
+    """Return a new unique name, the same on all `world` ranks that call this together. Raises TimeoutError.
 
-    Each rank writes a word that nobody has used, rank 0 answers each with the name and the word, and a rank believes
-    an answer with its own word: what an earlier start left in the store has another.
+    Each rank writes a random word to the store, and rank 0 answers each rank with the name and that rank's word. A rank
+    accepts only an answer with its own word: answers left in the store by an earlier start have other words.
     """
     word = uuid.uuid4().hex
     if rank > 0:
@@ -111,7 +111,7 @@ def agree(store: dist.Store, rank: int, world: int, *, timeout: timedelta) -> st
 
 
 def _hand_out(store: dist.Store, word: str, keys: Sequence[str], answered: dict[str, bytes]) -> None:
-    """Answer those of the words at `keys` that are not `answered` yet."""
+    """Answer the words at `keys` that are new or have changed since they were `answered`."""
     for key, heard in zip(keys, store.multi_get(list(keys)) if keys else (), strict=True):
         if answered.get(key) != heard:
             store.set(key.replace("/word/", "/answer/"), f"{word} {heard.decode()}")
@@ -119,7 +119,7 @@ def _hand_out(store: dist.Store, word: str, keys: Sequence[str], answered: dict[
 
 
 def refuse_shared_devices(met: Meeting, *, device: str) -> None:
-    """Raise UserError, on all ranks of the world alike, if two of them gave the same name of a device."""
+    """Raise UserError on all ranks of the world if two ranks passed the same `device`."""
     met.store.set(f"{_PLACE}/device/{met.rank}", device)
     if met.rank == 0:
         first: dict[bytes, int] = {}
@@ -164,10 +164,10 @@ _TURN = 1.0  # seconds between two exchanges
 
 
 def in_step(action: Callable[[], None], *, tick: Callable[[], None]) -> list[Exception | None]:
-    """Run an action of each rank that takes long, as a download does; return, on all ranks, what each one's raised.
+    """Run a long action, such as a download, on every rank; return each rank's exception, or None, on all ranks.
 
-    Every rank calls it, and each runs its action in a thread. While any of them runs, the ranks exchange a word every
-    second and call `tick`, so that none waits for long.
+    All ranks call this function. The action runs in a thread. Until all actions have ended, the ranks exchange their
+    status every second and call `tick`, so that no rank waits for long.
     """
     raised: list[Exception] = []
 
@@ -191,7 +191,10 @@ def in_step(action: Callable[[], None], *, tick: Callable[[], None]) -> list[Exc
 
 
 def meet(*, timeout_minutes: float) -> Meeting:
-    """Find the other ranks that the environment names (`world_of`); the only process of a world meets itself."""
+    """Rendezvous with the ranks that the environment describes (`world_of`); a single process gets a world of one rank.
+
+    Raises RanksMissing after the timeout.
+    """
     if dist.is_initialized():
         return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     if dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -207,11 +210,11 @@ def start(
 ) -> None:
     """Initialize torch.distributed with the ranks of `meet`, unless it is initialized.
 
-    NCCL is not given the device (`device_id`): it would connect each group at once, by a split of the world's
-    communicator in which all ranks take part, and send what pipeline stages exchange through one queue.
+    `device_id` is not passed to NCCL: with a device, NCCL would connect each group immediately, by a split of the
+    world's communicator in which all ranks take part, and send all pipeline communication through one queue.
 
     Args:
-        shared_devices: whether ranks may share a GPU, as those of tests do.
+        shared_devices: whether ranks may share a GPU, as in tests.
     """
     if dist.is_initialized():
         return
@@ -223,17 +226,17 @@ def start(
 
 @dataclass
 class TorchWorld:
-    """The ranks of this start, which begin anew for each layout that the same processes build."""
+    """World of torch.distributed for the ranks of this start, initialised anew for each layout."""
 
     backend: str
     met: Meeting
     timeout: timedelta
     layouts: int = 0
-    turns: int = 0  # of rank 0, for which others waited
-    current: ClassVar[TorchWorld | None] = None  # torch has one world in a process, too
+    turns: int = 0  # calls of `await_rank_0` so far
+    current: ClassVar[TorchWorld | None] = None  # torch also has one world per process
 
     def begin(self) -> None:
-        """Initialize torch.distributed with keys in the store that no group has had: ranks name a group alike again."""
+        """Initialize torch.distributed with a new prefix in the store, so that all ranks name groups consistently."""
         TorchWorld.current = self
         store = dist.PrefixStore(f"layout-{self.layouts}", self.met.store)
         dist.init_process_group(
@@ -242,9 +245,9 @@ class TorchWorld:
         self.layouts += 1
 
     def await_rank_0(self) -> None:
-        """Wait, however long, until rank 0 calls this: in the store, as a collective that waits too long ends the run.
+        """Wait without a time limit until rank 0 calls this. Uses the store, because a collective would time out.
 
-        A process that is gone ends its world by torchrun, or by the end of the store.
+        If a rank dies, the wait ends because torchrun stops the others, or because the store is gone.
         """
         self.turns += 1
         key, began = f"turn-{self.turns}", time.monotonic()
@@ -258,25 +261,25 @@ class TorchWorld:
     def _came(self, key: str) -> bool:
         try:
             self.met.store.wait([key], _LOOK)
-        except dist.DistStoreError:  # in time, it has not
+        except dist.DistStoreError:  # not within the time
             return False
         return True
 
 
 def barrier() -> None:
-    """Wait until all ranks are here. NCCL would guess the device from the rank, which may be wrong."""
+    """Wait until all ranks call this. The device is passed, because NCCL's guess from the rank may be wrong."""
     device = exchanged_on()
     dist.barrier(device_ids=None if device.index is None else [device.index])
 
 
 def exchanged_on() -> torch.device:
-    """Return the device of the tensors that this rank can exchange with others."""
+    """Return the device for tensors in collectives: the current GPU with NCCL, else the CPU."""
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
-    """Run an action on rank 0 while the others wait. A UserError there is raised on every rank, so that none hangs."""
+    """Run an action on rank 0 while the other ranks wait. A UserError of the action is raised on every rank."""
 
     def act() -> None:
         action()
@@ -285,9 +288,9 @@ def on_rank_0(action: Callable[[], object]) -> None:
 
 
 def from_rank_0(action: Callable[[], Found], received: Found) -> Found:
-    """Return on all ranks what an action returns on rank 0; other ranks receive it in place of `received`.
+    """Run an action on rank 0 and return its result on all ranks. On other ranks, the result replaces `received`.
 
-    A UserError there is raised on all.
+    A UserError of the action is raised on all ranks.
     """
     found: list[Any] = [received, None]
     if dist.get_rank() == 0:

@@ -1,9 +1,10 @@
-"""Describe the part of a sharded parameter that a data-parallel rank holds as boxes of the global tensors.
+"""Map the shard of a parameter that a data-parallel rank holds to boxes of the global tensors, for checkpoints.
 
-A parameter of one tensor-parallel rank has one or more slices of tensors under global names, as the model's
-`sharded_state_dict` says; the first layer of a gated MLP has two, and padding is in none. Each data-parallel rank holds
-consecutive elements of it: whole rows (ZeRO-2 and 3), or whatever a cut bucket leaves (ZeRO-1). These are a few boxes
-of the parameter. A checkpoint needs only where these lie in the global tensors, so that nothing is gathered for a save.
+A parameter of one tensor-parallel rank consists of one or more slices of global tensors, given by the model's
+`sharded_state_dict`; the first layer of a gated MLP has two slices, and padding is in none. Each data-parallel rank
+holds consecutive elements of the parameter: whole rows (ZeRO-2 and 3), or its share of a bucket (ZeRO-1). These
+elements are a few boxes of the parameter. A checkpoint needs only the position of these boxes in the global tensors, so
+that nothing is gathered for a save.
 
 megatron-core's `fully_reshardable`, whose files have the same keys, shapes and types, gathers every bucket on every
 data-parallel rank: 12 bytes of host memory for each of the rank's unsharded parameters.
@@ -24,17 +25,17 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor: its first index and its length along each axis."""
+    """A rectangular part of a tensor: first index and length along each axis."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """Yield boxes that hold the elements `start` … `end − 1` (in row-major order) of a tensor, in this order.
+    """Divide the elements `start` … `end − 1` (in row-major order) of a tensor into boxes, and yield them in order.
 
-    There are at most 2·d − 1 boxes for d axes: the end of a row, whole rows, and the beginning of a row, where the end
-    and the beginning are cut in the same way.
+    There are at most 2·d − 1 boxes for d axes: the end of a row, whole rows, and the beginning of a row. Both partial
+    rows are divided recursively.
     """
     if start >= end:
         return
@@ -60,13 +61,13 @@ def _in_row(number: int, inner: tuple[int, ...], start: int, end: int) -> Iterat
 
 @dataclass(frozen=True)
 class Slice:
-    """The elements of a parameter from index `first` on, and the part of a global tensor that they are."""
+    """A slice of a parameter, from index `first` on, and the part of a global tensor to which it corresponds."""
 
     first: tuple[int, ...]
     part: ShardedTensor  # without data
 
     def within(self, box: Box) -> Box | None:
-        """Return the elements of a box of the parameter that are the slice's too; None if there are none."""
+        """Return the intersection of the slice with a box of the parameter; None if it is empty."""
         ends = [
             (max(at, low), min(at + size, low + length))
             for at, size, low, length in zip(box.offset, box.size, self.first, self.part.local_shape, strict=True)
@@ -78,7 +79,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """A box of a global tensor, and where a rank has its elements: in what it holds, from number `first` on."""
+    """A box of a global tensor, and the position of its elements in this rank's shard: offset `first` and strides."""
 
     part: ShardedTensor  # without data
     box: Box
@@ -86,15 +87,16 @@ class ShardPlace:
     stride: tuple[int, ...]
 
     def view(self, held: Tensor) -> Tensor:
-        """Return the box as a view of all elements that the rank holds of the parameter, which lie without gaps."""
+        """Return the box as a view of `held`, the contiguous elements of the parameter that this rank holds."""
         return held.as_strided(self.box.size, self.stride, held.storage_offset() + self.first)
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The slices of a parameter of `shape`, and the range `start` … `end − 1` of its elements that this rank holds.
+    """Slices of a parameter of `shape`, and the range `start` … `end − 1` of its elements that this rank holds.
 
-    `key` is the global name of the tensor that the slices are parts of; a parameter of padding alone has no slices.
+    `key` is the global name of the parameter's entry in the sharded state dict. A parameter that is only padding has no
+    slices.
     """
 
     key: str
@@ -102,10 +104,10 @@ class ShardLayout:
     slices: tuple[Slice, ...]
     start: int
     end: int
-    replica: int  # this rank's index among those that hold the same elements; index 0 saves them
+    replica: int  # this rank's index among the ranks that hold the same elements; index 0 saves them
 
     def places(self) -> Iterator[ShardPlace]:
-        """Yield the boxes of global tensors that this rank holds."""
+        """Yield the boxes of global tensors that this rank holds, with their positions in its shard."""
         at = 0
         for box in boxes(self.shape, self.start, self.end):
             stride = tuple(prod(box.size[axis + 1 :]) for axis in range(len(box.size)))
@@ -122,9 +124,9 @@ class ShardLayout:
             at += prod(box.size)
 
     def parts(self, held: Tensor, *, prefix: str = "") -> Iterator[ShardedTensor]:
-        """Yield what this rank holds as parts of global tensors; their data are views of `held`.
+        """Yield this rank's shard as sharded tensors for megatron-core's checkpoints; their data are views of `held`.
 
-        `prefix` is put before the tensors' names.
+        `prefix` is prepended to the tensors' names.
         """
         for place in self.places():
             part, data = place.part, place.view(held.detach())
@@ -142,7 +144,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A trained parameter, the part of it that this rank holds, and that part's fp32 weights and moments (`state`)."""
+    """A trained parameter, the layout of this rank's shard, and the shard's fp32 weights and moments (`state`)."""
 
     param: Tensor
     layout: ShardLayout
@@ -155,7 +157,7 @@ def shard_layout(entry: ShardedTensor | ShardedTensorFactory, start: int, end: i
 
 
 def rows_of(shape: torch.Size, *, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the first element and the end of what `fully_shard` gives a rank: ⌈rows / ranks⌉ rows, the last fewer."""
+    """Return the element range (start, end) of a rank's shard in `fully_shard`: ⌈rows / ranks⌉ rows, the last fewer."""
     count, *others = shape
     each = -(-count // ranks)
     return min(rank * each, count) * prod(others), min((rank + 1) * each, count) * prod(others)
@@ -166,7 +168,7 @@ def _slices(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
     if isinstance(entry, ShardedTensor):
         yield Slice((0,) * len(shape), entry.without_data())
         return
-    # A factory cuts the numbers of rows, and of columns, as it cuts the parameter: the results say what went where.
+    # Apply the factory to tensors of row and column indices: the results give the origin of each slice.
     numbered = []
     for axis, count in enumerate(shape):
         numbers = torch.arange(count).view(*(-1 if other == axis else 1 for other in range(len(shape))))
@@ -176,7 +178,7 @@ def _slices(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return the local tensor of a DTensor, or a plain tensor as it is; neither has a gradient."""
+    """Return the local tensor of a DTensor, or the tensor itself if it is plain; detached from autograd."""
     with torch.no_grad():
         part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return part
