@@ -1,7 +1,7 @@
 """Aya Vision: SigLIP, pixel shuffle with a norm and a SwiGLU MLP, and Command R7B (Cohere 2) or Command R (Cohere).
 
-In a layer of Cohere's models attention and MLP read one norm, and logits have a factor. In Cohere 2, three of four
-layers have a sliding window and rotate; the others attend to all tokens and do not.
+In a layer of Cohere's models attention and MLP share one norm (parallel block), and logits are scaled. In Cohere 2,
+three of four layers have a sliding window and rotary embeddings; the others attend to all tokens without them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _TEXT: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Return the model of an AyaVisionConfig."""
+    """Return the `ModelConfig` of an AyaVisionConfig."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
     layer = settings.get("vision_feature_layer", -1)
     if not isinstance(layer, int):
         refuse(settings, "vision_feature_layer", "features of several layers are not known here")
     settings.require("vision_feature_select_strategy", "full", why="SigLIP has no class token to drop")
-    if layer >= 0:  # the input of the first layer counts
+    if layer >= 0:  # layer 0 is the input of the first layer
         layer -= tower.need("num_hidden_layers") + 1
     model = model_config(settings, tower, feature_layer=layer, post_norm=False)
     epsilon = settings.get("adapter_layer_norm_eps", 1e-6)
@@ -49,7 +49,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def model_config(settings: Settings, tower: Settings, *, feature_layer: int, post_norm: bool) -> ModelConfig:
-    """Return the model with a projector without a norm."""
+    """Return the `ModelConfig` of an Aya Vision or Cohere 2 Vision model, with a projector without a norm."""
     tower.require("model_type", "siglip_vision_model", why="only SigLIP towers are known here")
     text = _language(settings.section("text_config"), tied=settings.get("tie_word_embeddings", True))
     inner = settings.get("alignment_intermediate_size", text.hidden_size)
@@ -72,7 +72,7 @@ def _language(text: Settings, *, tied: bool) -> LanguageConfig:
         refuse(text, "model_type", "known language models are cohere and cohere2")
     text.require("use_qk_norm", False, why="norms with a weight for each head are not known here")
     base = {"cohere": 5e5, "cohere2": 1e4}[kind]
-    # Heads share the hidden size. A window is that of some layers, no limit.
+    # Heads divide the hidden size. The window applies to some layers only, so it does not limit the sequence length.
     alone = {**with_defaults(text, {**_TEXT, "rope_theta": base}).values, "head_dim": None, "sliding_window": None}
     model = replace(
         language(Settings(alone, text.where), kind="llama", tied=tied),
@@ -94,7 +94,7 @@ def _language(text: Settings, *, tied: bool) -> LanguageConfig:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    """Return the names; a file has the rows of the projector's gate below those that it multiplies."""
+    """Return the table of the model. In files, the projector's gate rows are below the rows that they multiply."""
     projector, rows = prefixes.projector, model.projector.hidden_size
     names: Table = {**siglip_table(model.vision, prefixes.vision), **language_table(model, prefixes)}
     for leaf in ("weight", "bias"):
@@ -106,7 +106,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def complete(model: Any) -> None:
-    """Multiply logits by their factor, which Transformers 5.23 leaves out where Cohere's model is a part of another."""
+    """Scale the logits of a Transformers model; version 5.23 omits logit_scale if Cohere's model is part of another."""
     if not hasattr(model, "logit_scale"):
         scale = model.config.text_config.logit_scale
         model.lm_head.register_forward_hook(lambda head, given, logits: logits * scale)
@@ -114,7 +114,7 @@ def complete(model: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NumberedTiles(internvl.DynamicTiles):
-    """Cuts as InternVL does, and writes the number of each tile before it."""
+    """Cuts an image into tiles as InternVL does, and writes the number of each tile before the tile."""
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         found = super().layout(height, width, images=images)
@@ -125,7 +125,7 @@ class NumberedTiles(internvl.DynamicTiles):
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the processor, which always cuts, whatever `crop_to_patches` says in the file."""
+    """Return the image processor. It always cuts, whatever `crop_to_patches` in the file is."""
     tile, fewest, most = sides(options["size"], "size"), options["min_patches"], options["max_patches"]
     return NumberedTiles(tile=tile, fewest=fewest, most=most, image_token=PATCH, **shared)
 

@@ -1,4 +1,4 @@
-"""Command A Vision (Cohere 2 Vision): Aya Vision with features behind the tower's last norm and no norm after them."""
+"""Command A Vision (Cohere 2 Vision): Aya Vision, with features after the tower's last norm and no projector norm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VISION: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Return the model of a Cohere2VisionConfig."""
+    """Return the `ModelConfig` of a Cohere2VisionConfig."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
     settings = with_defaults(settings, {"alignment_intermediate_size": 36864})
     return aya_vision.model_config(settings, tower, feature_layer=-1, post_norm=True)
@@ -31,7 +31,7 @@ def config(settings: Settings) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LeastScaled(internvl.DynamicTiles):
-    """Cuts an image at the grid of tiles that enlarges it least, else reduces it least; a mark follows each tile."""
+    """Cuts an image by the tile grid that enlarges it least, else reduces it least; a marker follows each tile."""
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         found = super().layout(height, width, images=images)
@@ -44,7 +44,10 @@ class LeastScaled(internvl.DynamicTiles):
 
 
 def least_scaled(size: Size, tile: int, *, most: int) -> Size:
-    """Return the (rows, columns) of at most `most` tiles; of equal ones those with fewest tiles, then columns."""
+    """Return the (rows, columns) of at most `most` tiles that enlarge an image least, else reduce it least.
+
+    Of equal grids the one with fewest tiles is returned, then the one with fewest columns.
+    """
     height, width = size
     grids = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
     grids.sort(key=lambda grid: grid[0] * grid[1])

@@ -1,8 +1,8 @@
 """Cosmos 3's reasoner: the parts of Qwen3-VL, in a checkpoint that also generates images, videos, sound and actions.
 
-The reasoner alone is trained, as Transformers loads it alone; an export returns the generators' weights as they were.
-Files have no prefixes: layers of the language model are `layers.*`, those of the tower `blocks.*`. Newer files name the
-matrices of attention as Diffusers does.
+Only the reasoner is trained, because Transformers loads only it; the generators' weights are exported unchanged.
+File names have no prefixes: layers of the language model are `layers.*`, layers of the tower `blocks.*`. Newer files
+use Diffusers' names for the attention matrices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.qwen_vl import PREFIXES
 from megavlm.families.shared.table import QKV, Table, linear
 
-# Weights of the generators: their part of each layer, and what leads into and out of them.
+# Weights of the generators: their part of each layer, and their input and output projections.
 _GENERATORS = (
     r".*\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\..*",
     r".*moe_gen.*",
@@ -28,7 +28,7 @@ _GENERATORS = (
 
 @dataclass(frozen=True)
 class _AsDiffusers(NamePrefixes):
-    """Names without prefixes, and Diffusers' of attention in the language model."""
+    """Names without prefixes, with Diffusers' names for attention in the language model."""
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:

@@ -1,6 +1,6 @@
 """DeepSeek-VL with one tower (1.3B): SigLIP with its last norm, a two-layer MLP and Llama.
 
-The larger model adds SAM's tower to it, which is not known here.
+The larger model adds SAM's tower and is not supported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ IMAGE = "<image_placeholder>"
 
 
 def config(settings: Settings) -> ModelConfig:
-    """DeepseekVLConfig. Files from before Transformers 5, as published ones are, tie as the text's section says."""
+    """Return the `ModelConfig` of a DeepseekVLConfig.
+
+    Files from before Transformers 5, which published ones are, have tie_word_embeddings in the text's section.
+    """
     tower, text = settings.section("vision_config"), settings.section("text_config")
     tower.require("model_type", "siglip_vision_model", why="only SigLIP towers are known here")
     text.require("model_type", "llama", why="only Llama is known here")
@@ -44,7 +47,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted(Whole):
-    """Resizes an image so that its longer side is the tower's, and pads it to a square of the mean colour."""
+    """Resizes an image so that its longer side fits the tower, and pads it to a square with the mean colour."""
 
     least: int  # pixels of the shorter side
 
@@ -56,7 +59,7 @@ class Fitted(Whole):
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the processor. Raises UserError for one that would not make squares of `size`."""
+    """Return the image processor. Raises UserError if its images would not be squares of `size`."""
     side = square(sides(options["size"], "size"), "size")
     if not options["do_pad"] or options["min_size"] > side:
         raise UserError(f"preprocessor_config.json must have do_pad true and a min_size of at most {side}, its size")
@@ -81,7 +84,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=tokens_and_pixels,
-    # A tower may be a model of its own inside, as before Transformers 5.
+    # Files from before Transformers 5 nest the tower's modules in a `vision_model`.
     name_prefixes=tuple(
         NamePrefixes(f"model.vision_model.{nested}", "model.aligner.", "model.language_model.")
         for nested in ("", "vision_model.")

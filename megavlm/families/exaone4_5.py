@@ -1,7 +1,8 @@
-"""EXAONE 4.5: Qwen2.5-VL's tower with grouped queries, and EXAONE 4 with token positions, also of videos.
+"""EXAONE 4.5: Qwen2.5-VL's tower with grouped-query attention, and EXAONE 4 without M-RoPE, also for videos.
 
-Norms of the language model are those of outputs alone. Three of four layers have a sliding window and rotate; the
-others attend to all tokens and do not. Layers that predict further tokens (`mtp.*`) are carried along and not trained.
+The language model normalises only the outputs of attention and MLP. Three of four layers have a sliding window and
+rotary embeddings; the others attend to all tokens without them. Layers that predict further tokens (`mtp.*`) are not
+trained, and are exported unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MARKS = {"start": "<vision>", "end": "</vision>"}
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Exaone4_5_Config."""
+    """Return the `ModelConfig` of an Exaone4_5_Config."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
     return qwen_vl.model_config(
         with_defaults(settings, {"image_token_id": 67, "video_token_id": 68}),
@@ -47,7 +48,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def _language(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Exaone4Config. Without a window anywhere (null) all layers rotate."""
+    """Return the language model of an Exaone4Config. If sliding_window is null, all layers have rotary embeddings."""
     base = language(with_defaults(text, _TEXT), kind="qwen3", tied=tied)
     window = text.get("sliding_window", 4096) if text.values.get("sliding_window", 4096) is not None else None
     every = text.get("sliding_window_pattern", 4) if "layer_types" not in text.values else 4
@@ -66,7 +67,7 @@ def _language(text: Settings, *, tied: bool) -> LanguageConfig:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return tokens and patches: the model finds images and videos by their tokens, which have plain positions."""
+    """Return tokens and patches. The model finds images and videos by their tokens, and counts positions itself."""
     given = qwen_vl.inputs(batch, model)
     return {name: value for name, value in given.items() if name not in ("mm_token_type_ids", "position_ids")}
 

@@ -1,4 +1,4 @@
-"""Gemma 3: SigLIP, pooled patches, and layers that see a sliding window or everything; images attend both ways."""
+"""Gemma 3: SigLIP, average-pooled patches, sliding-window and full attention; image tokens attend both ways."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGE, START, END = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Gemma3Config."""
+    """Return the `ModelConfig` of a Gemma3Config."""
     tower = settings.section("vision_config")
     vision = siglip(tower, feature_layer=-1, post_norm=True)
     side, features = vision.image_size // vision.patch_size, math.isqrt(settings.get("mm_tokens_per_image", 256))
@@ -47,7 +47,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def language(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Gemma3TextConfig."""
+    """Return the language model of a Gemma3TextConfig."""
     text.require("attn_logit_softcapping", None, why="Gemma 3 has no soft caps")
     text.require("final_logit_softcapping", None, why="Gemma 3 has no soft caps")
     text.require("use_bidirectional_attention", False, why="text that attends to later text is not known here")
@@ -65,7 +65,10 @@ def language(text: Settings, *, tied: bool) -> LanguageConfig:
 
 
 def gemma(text: Settings, *, tied: bool, vocabulary: int, positions: int) -> LanguageConfig:
-    """Return what Gemma 2 and Gemma 3 share; `vocabulary` and `positions` are defaults of the configuration class."""
+    """Return the language model settings that Gemma 2 and Gemma 3 share.
+
+    `vocabulary` and `positions` are defaults of the configuration class.
+    """
     text.require("hidden_activation", "gelu_pytorch_tanh", why="only GeGLU language models are known here")
     text.require("attention_bias", False, why="biases in attention are not known here")
     if text.values.get("sliding_window", 4096) is None:  # null is not the default: Transformers fails on it
@@ -92,7 +95,7 @@ def gemma(text: Settings, *, tied: bool, vocabulary: int, positions: int) -> Lan
 
 
 def _rope(text: Settings) -> dict[str, Any]:
-    """Return the rotary settings of both kinds of layers; Transformers 5 writes one section for each."""
+    """Return the rotary settings of full and sliding layers; Transformers 5 has one section for each type."""
     parameters = text.section("rope_parameters")
     everywhere, local = parameters.section("full_attention"), parameters.section("sliding_attention")
     scaling = Settings({**text.section("rope_scaling").values, **everywhere.values}, everywhere.where)
@@ -117,7 +120,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return the model's inputs; by the types of tokens it knows which of them attend to later ones."""
+    """Return the model's inputs. token_type_ids mark image tokens (1), which also attend to later image tokens."""
     assert model.image_token is not None
     types = batch.text.tokens.eq(model.image_token).long()
     return {"input_ids": batch.text.tokens, "token_type_ids": types, **pixel_values(batch, model.vision)}
@@ -125,7 +128,7 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Framed(Whole):
-    """Keeps an image in one piece, with a mark and empty lines before and after its tokens."""
+    """Keeps an image in one piece, with a marker and empty lines before and after its tokens."""
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         found = super().layout(height, width, images=images)

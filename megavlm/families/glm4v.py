@@ -1,9 +1,10 @@
 """GLM-4.1V and GLM-4.6V-Flash: a ViT with a norm before its positions, a gated merger, and GLM-4 with M-RoPE.
 
-GLM-4.5V and GLM-4.6V have the same tower and merger before GLM-4.5, a mixture of experts, of whose heads half rotates
-in halves as Llama's do. Experts are scored by sigmoids; a bias, which no gradient trains, decides with the scores which
-experts a token takes. One expert is every token's. The first layers are dense. A layer behind the last predicts a
-further token, with copies of the embedding and of the output weight in the files.
+GLM-4.5V and GLM-4.6V have the same tower and merger, and GLM-4.5 as language model: a mixture of experts in which half
+of each head's channels have rotary embeddings, in Llama's order (not interleaved). Experts are scored by sigmoids; a
+bias that is not trained by gradients is added to the scores when a token's experts are selected. One expert is shared
+by all tokens. The first layers are dense. A layer after the last one predicts a further token; files repeat the
+embedding and the output weight for it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megavlm.inputs.video import Budget, Clip, VideoProcessor, shown_at
 
 IMAGE, START, END = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
 VIDEO_START, VIDEO_END = "<|begin_of_video|>", "<|end_of_video|>"
-# Defaults of the configuration classes beyond those of the types that they are read as, Qwen2 and Llama.
+# Defaults of the configuration classes that differ from those of Qwen2 and Llama, used to read the text sections.
 _TEXT: dict[str, Any] = {
     "vocab_size": 151552,
     "intermediate_size": 13696,
@@ -71,13 +72,13 @@ _VISION: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Glm4vConfig and Glm46VConfig."""
+    """Return the `ModelConfig` of a Glm4vConfig or Glm46VConfig."""
     text = with_defaults(settings.section("text_config"), _TEXT)
     return _model(settings, language(text, kind="qwen2", tied=is_tied(settings, text)), image_token=151343)
 
 
 def moe_config(settings: Settings) -> ModelConfig:
-    """Glm4vMoeConfig."""
+    """Return the `ModelConfig` of a Glm4vMoeConfig."""
     text = with_defaults(settings.section("text_config"), _MOE_TEXT)
     text_model = _moe_language(text, tied=is_tied(settings, text))
     model = _model(settings, text_model, image_token=151363)
@@ -85,7 +86,7 @@ def moe_config(settings: Settings) -> ModelConfig:
 
 
 def _moe_language(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Glm4vMoeTextConfig. `attention_bias` is of queries, keys and values, and not of the output."""
+    """Return the language model of a Glm4vMoeTextConfig. `attention_bias` applies to q, k and v, not to the output."""
     unbiased = Settings({name: value for name, value in text.values.items() if name != "attention_bias"}, text.where)
     rope = {**text.get("rope_scaling", {}), **text.get("rope_parameters", {})}
     return replace(
@@ -96,7 +97,7 @@ def _moe_language(text: Settings, *, tied: bool) -> LanguageConfig:
 
 
 def _model(settings: Settings, text: LanguageConfig, *, image_token: int) -> ModelConfig:
-    """Return the model of a config.json with this language model; `image_token` is the default of its class."""
+    """Return the `ModelConfig` with this language model; `image_token` is the default of the configuration class."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
     return ModelConfig(
         vision=_vision(tower),
@@ -107,7 +108,7 @@ def _model(settings: Settings, text: LanguageConfig, *, image_token: int) -> Mod
 
 
 def merger(tower: Settings, text: LanguageConfig, *, inner: int) -> ProjectorConfig:
-    """Return the merger: a convolution to the text's width, then a gated MLP whose inner layer is `inner` wide."""
+    """Return the merger: a convolution to the text's width, then a gated MLP with an inner width of `inner`."""
     if tower.need("out_hidden_size") != text.hidden_size:
         refuse(tower, "out_hidden_size", f"features must be as wide as the language model, {text.hidden_size}")
     return ProjectorConfig(
@@ -122,7 +123,10 @@ def merger(tower: Settings, text: LanguageConfig, *, inner: int) -> ProjectorCon
 
 
 def language(text: Settings, *, kind: str, tied: bool) -> LanguageConfig:
-    """Glm4vTextConfig: like one of `kind`, with norms after attention and MLP, and heads of which a part rotates."""
+    """Return the language model of a Glm4vTextConfig: one of type `kind` with norms after attention and MLP.
+
+    Rotary embeddings are interleaved, and may apply to a part of each head.
+    """
     rope = {**text.get("rope_scaling", {}), **text.get("rope_parameters", {})}
     return replace(
         text_model(text, kind=kind, tied=tied, section=(8, 12, 12), interleaved=False),
@@ -133,7 +137,7 @@ def language(text: Settings, *, kind: str, tied: bool) -> LanguageConfig:
 
 
 def vision(tower: Settings, **options: Any) -> VisionConfig:
-    """Return a tower with RMSNorms and SwiGLU that has these options."""
+    """Return a vision tower with RMSNorm, SwiGLU and the given options."""
     tower.require("hidden_act", "silu", why="only SwiGLU is known here")
     found = {**vision_sizes(tower), "norm_epsilon": tower.need("rms_norm_eps"), **options}
     image_size = tower.square("image_size", 336) // found["patch_size"] * found["patch_size"]
@@ -141,7 +145,7 @@ def vision(tower: Settings, **options: Any) -> VisionConfig:
 
 
 def _vision(tower: Settings) -> VisionConfig:
-    """Glm4vVisionConfig. The MLP of its layers is as wide as what the tower puts out."""
+    """Return the vision tower of a Glm4vVisionConfig. The MLP of its layers is `out_hidden_size` wide."""
     return vision(
         tower,
         ffn_hidden_size=tower.need("out_hidden_size"),
@@ -181,7 +185,7 @@ def merger_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def moe_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    """Return the table of a mixture of experts, with the layers behind the last one that predict further tokens."""
+    """Return the table of GLM-4.5V, with its experts and the layers that predict further tokens."""
     names = {
         **_vision_table(model.vision, prefixes.vision),
         **merger_table(model, prefixes),
@@ -195,7 +199,10 @@ def moe_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def _repeated(model: ModelConfig, prefixes: NamePrefixes) -> dict[str, str]:
-    """Return the embedding and output weight that files hold again with each layer that predicts a further token."""
+    """Return the names of copies of the embedding and output weight in layers that predict further tokens.
+
+    Each copy is mapped to the name of the original.
+    """
     first, embedding = model.language.num_layers, f"{prefixes.language}embed_tokens.weight"
     head = embedding if model.language.tie_embeddings else prefixes.head
     layers = [f"{prefixes.language}layers.{first + depth}." for depth in range(model.language.mtp_layers)]
@@ -213,7 +220,7 @@ def _vision_table(vision: VisionConfig, prefix: str) -> Table:
 
 
 def text_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    """Return the table of a language model, of whose tensors GLM-4 names some in its own way."""
+    """Return the table of the GLM-4 language model, whose norms and gated MLPs have names of their own."""
     names = language_table(model, prefixes)
     for number in range(model.language.num_layers):
         layer, hf_layer = f"{LANGUAGE_LAYER}{number}.", f"{prefixes.language}layers.{number}."
@@ -226,7 +233,7 @@ def text_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class GlmResolution(NativeResolution):
-    """Counts an image as the frames of a patch, and first enlarges one that is narrower than a feature."""
+    """Counts an image's pixels once per frame of a patch, and first enlarges an image narrower than a feature."""
 
     frames: int
     start: str = START
@@ -239,23 +246,25 @@ class GlmResolution(NativeResolution):
 
 
 def processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the processor with the file's sizes, which are of all frames of a patch together."""
+    """Return the image processor. The file's pixel bounds apply to all frames of a patch together."""
     own: dict[str, Any] = {"placeholder": f"{START}{IMAGE}{END}", "image_token": IMAGE}
     return GlmResolution(**shared, **own, **native_bounds(options, model), frames=model.vision.temporal_patch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlmVideo(TimedPairs):
-    """Writes the second of each pair's first frame behind it. Pairs are images to the model: no token of their own."""
+    """Writes the time in seconds of each pair's first frame after the pair. Pairs use the image token."""
 
     text: str = IMAGE
     start: str = START
     end: str = END
-    longest: float  # seconds up to which frames are taken at the rate that is asked for; of longer clips, as many
+    longest: float  # seconds; a longer clip gives no more frames than one of this length
 
     def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
-        """Return a frame each 1/fps seconds; of longer clips than `longest`, and of more frames than the budget has, as
-        many as are allowed between the first and the last.
+        """Return the numbers of frames at intervals of 1/fps seconds.
+
+        A clip that is longer than `longest` or gives more frames than the budget allows is sampled evenly, with as
+        many frames as are allowed.
         """
         count, seconds = len(clip.times), len(clip.times) / clip.rate
         wanted = max(seconds * budget.fps, budget.min_frames)

@@ -1,5 +1,6 @@
-"""GLM-OCR: GLM-4.1V's merger and text behind another tower, which normalises queries and keys and has rotary positions
-alone, with biases in all of its layers.
+"""GLM-OCR: GLM-4.1V's merger and language model after a vision tower with q/k norm and biases in all layers.
+
+The tower has rotary embeddings and no learned positions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _VISION: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """GlmOcrConfig."""
+    """Return the `ModelConfig` of a GlmOcrConfig."""
     text = with_defaults(settings.section("text_config"), _TEXT)
     tower = with_defaults(settings.section("vision_config"), _VISION)
     language = glm4v.language(text, kind="llama", tied=is_tied(settings, text))
@@ -51,7 +52,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def _vision(tower: Settings) -> VisionConfig:
-    """GlmOcrVisionConfig."""
+    """Return the vision tower of a GlmOcrVisionConfig."""
     tower.require("attention_bias", True, why="the tower is known with biases")
     return glm4v.vision(tower, position_embedding="rope2d", qk_norm="head")
 

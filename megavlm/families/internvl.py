@@ -1,8 +1,6 @@
-"""InternVL2.5, InternVL3 and InternVL3.5 (the -hf checkpoints): InternViT, 2×2 pixel shuffle with a norm and an MLP,
-Qwen2.5, Qwen3 or Qwen3-MoE.
+"""InternVL2.5, 3 and 3.5 (-hf checkpoints): InternViT, 2×2 pixel shuffle, norm and MLP, Qwen2.5, Qwen3 or Qwen3-MoE.
 
-
-A video's frames are images of one tile, each of which has a name.
+Each frame of a video is an image of one tile, and its number is written before it.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ IMAGE = "<IMG_CONTEXT>"
 
 
 def config(settings: Settings) -> ModelConfig:
-    """InternVLConfig."""
+    """Return the `ModelConfig` of an InternVLConfig."""
     settings.require("projector_hidden_act", "gelu", why="only GELU projectors are known here")
     settings.require("vision_feature_select_strategy", "default", why="the class token as a feature is not known here")
     factor = 1 / settings.get("downsample_ratio", 0.5)
@@ -58,7 +56,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicTiles(Processor):
-    """Stretches an image to the best grid of tiles; where that is more than one, adds a thumbnail of the image."""
+    """Stretches an image to the best grid of tiles; if it has several tiles, adds a thumbnail of the image."""
 
     tile: Size
     fewest: int
@@ -86,7 +84,7 @@ class DynamicTiles(Processor):
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """InternVL's own processor always cuts, whatever `crop_to_patches` says in the file."""
+    """Return the image processor. Like InternVL's own one it always cuts, whatever `crop_to_patches` in the file is."""
     return DynamicTiles(
         tile=sides(options["size"], "size"),
         fewest=options["min_patches"],
@@ -99,7 +97,7 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
 
 @dataclass(frozen=True, kw_only=True)
 class NumberedFrames(Frames):
-    """Writes the number of each frame before it."""
+    """Writes the number of each frame before the frame."""
 
     start: str = "<img>"
     end: str = "</img>"
