@@ -1,9 +1,9 @@
 """Write LoRA adapters in PEFT's format, or fold them into the weights. The names come from the family's table.
 
-megavlm trains one adapter each for query, key and value. Where the Hugging Face model has one fused linear layer for
-the three, PEFT's A is the three A on top of each other and its B is block-diagonal: rank 3r with alpha 3α computes the
-same. Adapters of routed experts are those of parameters (PEFT's `target_parameters`), and trained routers modules that
-PEFT saves whole (`modules_to_save`).
+megavlm trains one adapter each for query, key and value. If the Hugging Face model has one fused linear layer for the
+three, PEFT's A is the concatenation of the three A and its B is block-diagonal: rank 3r with alpha 3α computes the
+same. Adapters of routed experts become PEFT's adapters of parameters (`target_parameters`), and trained routers become
+modules that PEFT saves whole (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ MLP_LINEARS = ("gate_proj", "up_proj")
 class Adapters:
     """The adapters of one linear layer of megavlm, in fp32: projection (such as "q_proj") → (A [r, K], B [M, r]).
 
-    Of the experts of a layer they are A [E, r, K] and B [E, M, r].
+    For all experts of a layer, the shapes are A [E, r, K] and B [E, M, r].
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
     @property
     def of_experts(self) -> tuple[Tensor, Tensor] | None:
-        """Return A and B if they are those of all experts of a layer, else None."""
+        """Return (A, B) of all experts of a layer; None for a layer without experts."""
         first, *_ = self.pairs.values()
         return first if first[0].ndim == 3 else None
 
     def by_hf_name(self, rule: Rule) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return A and B for each Hugging Face weight, by name, that holds rows of this layer (`rule` says which)."""
+        """Return (A, B) for each adapted Hugging Face weight of this layer, by name; `rule` maps layer to weights."""
         if isinstance(rule, Grouped):
             linears = dict(zip(LINEAR_ATTENTION, rule.hf_names, strict=False))
             return {linears[part]: (a, _in_file(b, rule, linears[part])) for part, (a, b) in self.pairs.items()}
@@ -77,7 +77,7 @@ def _in_file(b: Tensor, rule: Grouped, hf_name: str) -> Tensor:
 
 
 def read_adapters(records: TrainedRecords, model: ModelConfig) -> dict[str, Adapters]:
-    """Return all adapters of a checkpoint, in fp32, by the name of the megavlm weight that they adapt.
+    """Return all adapters of a checkpoint, in fp32, by the global name of the megavlm weight that they adapt.
 
     Raises UserError if they are damaged.
     """
@@ -87,14 +87,14 @@ def read_adapters(records: TrainedRecords, model: ModelConfig) -> dict[str, Adap
 
 
 def read_routers(records: TrainedRecords) -> dict[str, Tensor]:
-    """Return all tensors of routers of a checkpoint by name. Raises UserError if they are damaged."""
+    """Return all router tensors of a checkpoint by global name. Raises UserError if they are damaged."""
     keys = [key for key in records.stored if ".mlp.router." in key and not key.startswith("optimizer.")]
     records.verify(keys)
     return {key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}
 
 
 def grouped(values: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Adapters]:
-    """Return adapters by the name of the megavlm weight that they adapt; `values` has each A and B by global name."""
+    """Return adapters by the global name of the weight that they adapt; `values` has each A and B by global name."""
     found: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
     for key in values:
         if not key.endswith(".A"):
@@ -106,7 +106,7 @@ def grouped(values: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Adapt
 
 
 def is_model_adapter(key: str) -> bool:
-    """Return whether a checkpoint's key is an adapter's, and not of the optimizer's state."""
+    """Return whether a checkpoint's key names an adapter's weight, not its optimizer state."""
     return is_adapter(key) and not key.startswith("optimizer.")
 
 
@@ -121,9 +121,9 @@ def _real(key: str, values: Mapping[str, Tensor], model: ModelConfig) -> Tensor:
 
 
 def folded(weights: Tensor, pair: tuple[Tensor, Tensor], rows: slice, lora: LoraConfig) -> Tensor:
-    """Return W + (α/r)·B·A in fp32; `weights` are these rows of W, a Hugging Face weight.
+    """Return rows of W + (α/r)·B·A in fp32; `weights` are the same rows of W, a Hugging Face weight.
 
-    Of the weights [E, M, K] of experts, rows are experts.
+    For the weights [E, M, K] of experts, `rows` are experts.
     """
     a, b = pair
     a = a if a.ndim == 2 else a[rows]
@@ -131,9 +131,9 @@ def folded(weights: Tensor, pair: tuple[Tensor, Tensor], rows: slice, lora: Lora
 
 
 def table_in_memory(family: Family, model: ModelConfig) -> Table:
-    """Return the table with the names that a model has once Transformers has loaded it: PEFT uses those.
+    """Return the table with the parameter names of a model loaded by Transformers, which PEFT uses.
 
-    Transformers 5 has one parameter for the experts of a layer, however files hold them.
+    Transformers 5 has one parameter for the experts of a layer, even if files have a tensor for each expert.
     """
     for prefixes in family.name_prefixes:
         parts = (prefixes.vision, prefixes.language)
@@ -145,7 +145,7 @@ def table_in_memory(family: Family, model: ModelConfig) -> Table:
 def export_adapters_of(source: Path, out: Path, *, base: str | None) -> None:
     """Write the adapters of a run or checkpoint as a new PEFT folder `out`; `base` names the model they belong to.
 
-    Raises UserError if it has none, or has trained what they do not contain.
+    Raises UserError if there are no adapters, or if other weights were trained that a PEFT folder cannot contain.
     """
     checkpoint, sidecar, saved = exportable(source)
     tensors, config = adapters_of(TrainedReader(checkpoint), family_at(sidecar), saved, source)
@@ -155,9 +155,10 @@ def export_adapters_of(source: Path, out: Path, *, base: str | None) -> None:
 def adapters_of(
     records: TrainedRecords, family: Family, saved: Config, source: Path
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return PEFT's tensors of the adapters that `records` reads, by name, and its configuration (`peft_adapters`).
+    """Return PEFT's tensors, by name, and configuration (`peft_adapters`) of the adapters that `records` reads.
 
-    Raises UserError, which names `source`, if there are none, or if what they do not contain was trained, too.
+    Raises UserError, which names `source`, if there are no adapters, if other weights were trained that a PEFT folder
+    cannot contain, or if PEFT would take adapters for those of experts.
     """
     adapters = read_adapters(records, saved.model)
     if not adapters:
@@ -184,8 +185,8 @@ def peft_adapters(
     *,
     routers: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return adapters as PEFT names them: the tensors of `adapter_model.safetensors`, and `adapter_config.json`, which
-    does not name the base model yet. `routers` are the tensors of those that were trained.
+    """Return adapters in PEFT's format: the tensors of `adapter_model.safetensors` by name, and the content of
+    `adapter_config.json`, without the base model's name. `routers` are the tensors of trained routers.
     """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -237,7 +238,7 @@ def write_adapters(tensors: dict[str, Tensor], config: Mapping[str, Any], out: P
 
 
 def factors_of_experts(adapters: Mapping[str, Adapters], table: Table) -> dict[str, dict[str, Tensor]]:
-    """Return PEFT's factors of each parameter of experts, by its name.
+    """Return, for each adapted parameter of experts by its Hugging Face name, PEFT's tensors A and B by name.
 
     A is [E·r, K], experts outermost, and B [M, r·E], experts innermost. PEFT wraps a module once for each of its
     parameters, in their order in the module, so that all but the last are below further wraps.

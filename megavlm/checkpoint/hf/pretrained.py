@@ -30,14 +30,14 @@ from megavlm.rules.fields import options
 from megavlm.storage.cache import local_path
 
 PATCH_WEIGHT = f"{PATCH_EMBED}.proj.weight"
-# What a run decides of the experts of a folder's model: how they are balanced in training.
+# Options of experts that the run decides, not the folder's model: load balancing in training.
 BALANCING = ("aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "router_force_load_balancing")
-_SLACK = 2  # so much less than a description may be there: what exactly is missing is listed later
+_SLACK = 2  # factor by which tensors may fall short of the described size: missing ones are listed later
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A Hugging Face folder, and the parts of the model whose weights are taken from it."""
+    """A Hugging Face folder, and the parts of the run's model that take their weights from the folder."""
 
     folder: HfFolder
     family: Family
@@ -50,19 +50,19 @@ class Pretrained:
 
     @property
     def tiling(self) -> Tiling | None:
-        """Return how the model divides an image into tiles; None if it does not."""
+        """Return the rule by which the model divides an image into tiles; None if it does not divide images."""
         return self.family.tiling(self.folder.settings) if self.family.tiling else None
 
     @classmethod
     def of(
         cls, path: Path, *parts: str, feature_layer: int | None = None, predictors: int = 0, weights: bool = True
     ) -> Pretrained:
-        """Open a folder as the source of these parts, with the name prefixes that fit its files best.
+        """Open a folder as the source of `parts`, with the name prefixes that match most of its tensors.
 
-        `feature_layer` takes features from another tower layer than config.json names. Of the layers that predict
-        further tokens, the first `predictors` are part of the model. Without `weights`, the folder
-        may have config.json alone, and only the model is known. Raises UserError if the folder's architecture lacks
-        one of the parts.
+        `feature_layer` takes features from another tower layer than config.json names. Of the multi-token prediction
+        layers, the first `predictors` are part of the model. Without `weights`, the folder may have config.json alone,
+        and the result may lack a table of tensors. Raises UserError if the folder's architecture lacks one of the
+        parts or some of the `predictors`, if its weights are quantized, or if they are far fewer than described.
         """
         folder = HfFolder(path, weights=weights)
         family = family_of(folder.settings)
@@ -97,7 +97,7 @@ class Pretrained:
         return cls(folder, family, model, parts, best, tables[best])
 
     def provides(self, key: str) -> bool:
-        """Return whether the weight with this global name is taken from this folder."""
+        """Return whether the run takes the weight with the global name `key` from this folder."""
         there = (key in self.table or not self.family.partial) and not is_learned_scalar(key)
         return part_of(key) in self.parts and not is_adapter(key) and there
 
@@ -109,11 +109,11 @@ class Pretrained:
 
     @property
     def copies(self) -> dict[str, str]:
-        """Return each tensor that repeats another one, with that one (`copies`)."""
+        """Return {copy: original} for the folder's tensors that repeat another tensor (`copies`)."""
         return copies(self.family, self.variant, self.model, self.folder.tensors)
 
     def problems(self) -> list[str]:
-        """Return a line for each missing, surplus and integer tensor, and tied weight that differs from its twin."""
+        """Return a line for each missing, surplus or integer tensor, and each copy that differs from its original."""
         found = self.folder.tensors
         wanted = {key: rule for key, rule in self.table.items() if self.provides(key)}
         missing = [f"missing {name}" for name in sorted(_names(wanted) - found.keys())]
@@ -141,7 +141,7 @@ class Pretrained:
         return missing + integers + [f"surplus {name}" for name in surplus] + untied
 
     def wrong_shapes(self, needed: dict[str, Shape]) -> list[str]:
-        """Return a line for each tensor taken from the folder whose shape is not `needed` (by global name)."""
+        """Return a line for each tensor with a wrong shape; `needed` has the shapes of weights by global name."""
         found = self.folder.tensors
         return [
             f"{name} is {list(found[name].shape)} where {key} needs {list(shape)}"
@@ -152,18 +152,18 @@ class Pretrained:
         ]
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """Return the type of a megavlm weight in the files; of tensors of several types, one that holds all values."""
+        """Return the type of a megavlm weight's tensors in the files; for several, one that represents all."""
         return widest(DTYPES[self.folder.tensors[name].dtype] for name in self.table[key].hf_names)
 
     def widens(self, key: str, config: Config) -> bool:
-        """Return whether a run's weight has channels that the folder's has not."""
+        """Return whether a weight is the patch embedding and the run's number of image channels is not the folder's."""
         return key == PATCH_WEIGHT and config.model.vision.in_channels != self.model.vision.in_channels
 
     def read_slice(self, key: str, real: Shape, index: tuple[slice, ...], folder: RowReader | None = None) -> Tensor:
         """Return the slice `index` of a megavlm weight, in the files' type.
 
-        `real` is the weight's shape without padding; elements of the slice that lie beyond it are zeros. `folder` reads
-        the rows in place of the own one.
+        `real` is the weight's shape without padding; elements of the slice beyond it are zeros. If `folder` is given,
+        it reads the rows in place of this object's folder.
         """
         rule, own, folder = self.table[key], self.model.vision.in_channels, folder or self.folder
         if key != PATCH_WEIGHT or (width := math.prod(rule.hf_shapes(real)[rule.hf_names[0]][1:])) == real[1]:
@@ -174,7 +174,7 @@ class Pretrained:
 
 
 def copies(family: Family, variant: int, model: ModelConfig, names: Container[str]) -> dict[str, str]:
-    """Return, for each of `names` that is a copy of another tensor, the name of that tensor.
+    """Return {copy: original} for those `names` that are copies of another tensor.
 
     Copies are a tied output weight, and the embedding and output weights of multi-token prediction layers.
     """
@@ -187,7 +187,7 @@ def copies(family: Family, variant: int, model: ModelConfig, names: Container[st
 
 
 def without_output(table: Table) -> Table:
-    """Return the table of a model that embeds texts, which has no weight of an output layer."""
+    """Return the table without the weight of the output layer, which embedding models do not have."""
     return {key: rule for key, rule in table.items() if kind_of(key) != OUTPUT}
 
 
@@ -196,9 +196,10 @@ def _names(table: Table) -> set[str]:
 
 
 def pretrained_of(config: Config, *, weights: bool = True) -> list[Pretrained]:
-    """Return the folders that --init-from, --vision-from and --language-from name, with the parts taken from each.
+    """Return the folders of --init-from, --vision-from, --language-from and --projector-from, with the parts taken
+    from each.
 
-    Without `weights`, a folder may have config.json alone, and of a repository of the hub no weights are fetched.
+    Without `weights`, a folder may have config.json alone, and no weights are downloaded from the hub.
     """
     folders = _named_folders(config, weights)
     if not objective_of(config.model).embeds:
@@ -233,9 +234,9 @@ def _named_folders(config: Config, weights: bool) -> list[Pretrained]:
 
 
 def with_pretrained_model(config: Config, *, weights: bool = True) -> Config:
-    """Return the configuration with the sizes of the model in its pretrained folders: nobody needs to type them.
+    """Return the configuration with the model sizes of the pretrained folders, so that nobody needs to type them.
 
-    Without `weights`, their config.json is enough.
+    Without `weights`, the folders need no more than config.json.
 
     Raises UserError if an option contradicts a folder. `model.vision.feature_layer` may choose another layer.
     """
@@ -267,14 +268,14 @@ def with_pretrained_model(config: Config, *, weights: bool = True) -> Config:
 
 
 def _with_channels(found: VisionConfig, given: VisionConfig) -> VisionConfig:
-    """Return a folder's tower for the images of the run, which may have more channels."""
+    """Return a folder's tower `found`, with the run's number of image channels if it is larger."""
     if given.in_channels <= found.in_channels:
         return found
     return replace(found, in_channels=given.in_channels, new_channels=given.new_channels)
 
 
 def _connector(given: ProjectorConfig, pretrained: Pretrained) -> ProjectorConfig:
-    """Return the projector with the connector of a folder, which decides its sizes."""
+    """Return the projector with the connector of a folder, whose config.json decides the sizes."""
     found = with_connector(given, pretrained.folder.settings)
     if given.kind not in (ProjectorConfig().kind, found.kind):
         raise UserError(
@@ -287,14 +288,14 @@ def _connector(given: ProjectorConfig, pretrained: Pretrained) -> ProjectorConfi
 
 
 def _experts(given: ExpertsConfig, pretrained: Pretrained) -> ExpertsConfig:
-    """Return the folder's mixture of experts, balanced in training as the run says where it says something."""
+    """Return the folder's mixture of experts, with the load balancing options (`BALANCING`) that the run has set."""
     unset = ExpertsConfig()
     said = {name: getattr(given, name) for name in BALANCING if getattr(given, name) != getattr(unset, name)}
     return replace(pretrained.model.experts, **said)
 
 
 def _agree(section: str, given: Any, found: Any, pretrained: Pretrained) -> None:
-    if given in (type(given)(), found):  # not set at all, or read back from the run's own config.yaml
+    if given in (type(given)(), found):  # not set, or read from the run's own config.yaml
         return
     names = {option.key: option.name for option in options()}
     for name, value in vars(found).items():
@@ -307,7 +308,7 @@ def _agree(section: str, given: Any, found: Any, pretrained: Pretrained) -> None
 
 
 def refuse(problems: Iterable[str], what: str) -> None:
-    """Raise one UserError that lists the problems (the first 40 of them), if there are any."""
+    """Raise a UserError that begins with `what` and lists the first 40 problems, if there are any."""
     listed = list(problems)
     if listed:
         shown = "\n  ".join(each if each.isprintable() else ascii(each) for each in listed[:40])
@@ -316,9 +317,9 @@ def refuse(problems: Iterable[str], what: str) -> None:
 
 
 def check_size(model: ModelConfig, parts: Collection[str], shapes: Collection[Shape], *, where: str) -> None:
-    """Raise UserError if parts of a model are far larger than the tensors of these shapes.
+    """Raise UserError if the `parts` of a model are far larger than all tensors, whose shapes are `shapes`.
 
-    Settings may be those of a real model each, and ask for terabytes together. `where` names files and remedy.
+    Settings may each be plausible, and describe terabytes together. `where` names the files and the remedy.
     """
     layers = sum(getattr(model, part).num_layers for part in ("vision", "language") if part in parts)
     if layers > _SLACK * len(shapes):  # each layer has several
@@ -331,9 +332,9 @@ def check_size(model: ModelConfig, parts: Collection[str], shapes: Collection[Sh
 
 
 def check_connector(decided: Mapping[str, Any], shapes: Collection[Shape], *, where: str) -> None:
-    """Raise UserError if a connector's config.json names a size that none of its folder's tensors has room for.
+    """Raise UserError if a size in a connector's config.json is larger than all dimensions of its folder's tensors.
 
-    What else a connector's size depends on, the width of the tower and of the language model, is not in its folder.
+    A connector's size also depends on the widths of tower and language model, which its folder does not have.
     """
     largest = max([len(shapes), *(size for shape in shapes for size in shape)], default=0)
     for name, value in decided.items():
