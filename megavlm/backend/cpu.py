@@ -56,7 +56,7 @@ def install() -> None:
     # CUDA_DEVICE_MAX_CONNECTIONS".
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    installed.hide()  # on a CPU-only torch its import fails; else megatron-core would take what needs CUDA
+    installed.hide()  # on CPU-only torch its import fails; else megatron-core would use layers that need CUDA
     installed.import_without_triton()
     with _without_compilation(), installed.without(*installed.UNUSED_BY_MEGATRON_CORE):
         for name in _MODULES:

@@ -101,30 +101,30 @@ class TextBatch:
     """B sequences of S positions: text tokens, image tokens and padding. A sequence may hold several samples."""
 
     tokens: Tensor  # [B, S] int64
-    # [B, S] int64: the token that each position predicts. With D layers that predict further tokens [(1 + D)·B, S] once
-    # a rank takes the batch (`context_parts.with_further_tokens`), and so is the mask: depth after depth.
+    # [B, S] int64: the token that each position predicts. With D multi-token prediction layers, labels and mask become
+    # [(1 + D)·B, S], depth after depth, in `context_parts.with_further_tokens`.
     labels: Tensor
     loss_mask: Tensor  # [B, S] float32: 1 where the prediction has a loss
     # [B, S] int64: the rotary position of each token; [1, S] if all sequences have the same. With M-RoPE [3, B, S] or
     # [3, 1, S]: time, row and column.
     positions: Tensor
     feature_positions: Tensor  # [F] int64: the image tokens' indices into the flattened [B·S], in order of features
-    # [L] int64: the trained tokens' indices into the flattened [B·S], at least one; None: logits are computed of all
+    # [L] int64: the trained tokens' indices into the flattened [B·S], at least one; None: compute all logits
     trained_positions: Tensor | None = None
-    # [samples + 1] int32: where samples begin and end in the flattened [B·S]; None if each sequence is one sample. It
-    # stays on the host, which reads it.
+    # [samples + 1] int32: sample boundaries in the flattened [B·S]; None if each sequence is one sample. It stays on
+    # the host, which reads it.
     cu_seqlens: Tensor | None = None
     lengths: tuple[int, ...] = ()  # the number of tokens of each sample, without padding
-    # of each sample: its first token's index into the flattened [B·S], and how many tokens come before a trained one
+    # per sample: index of its first token in the flattened [B·S], and number of tokens before its first trained token
     prefixes: tuple[tuple[int, int], ...] = ()
-    # of each sequence: its tokens without padding, and its trained ones or, of embedded texts, its terms of the loss
+    # per sequence: number of tokens without padding, and of trained tokens (of loss terms for embedded texts)
     row_counts: tuple[tuple[int, int], ...] = ()
     sources: Tensor | None = None  # [B, S] int64: the data set of each token; None if there is only one
-    # Of embedded texts, in the order of `lengths`: [R, 4] int64, columns of `Members`.
+    # Of embedded texts or answers, in the order of `lengths`: [R, 4] int64, with the columns of `data/types.py`.
     members: Tensor | None = None
-    pool: Tensor | None = None  # [2, K] int64: positions in the flattened [B·S] that are pooled, and their texts
+    pool: Tensor | None = None  # [2, K] int64: pooled positions in the flattened [B·S], and the text of each
     pool_weights: Tensor | None = None  # [K] float32: their weights, which add up to 1 for each text
-    reference: Tensor | None = None  # [R] float64: log-probability of each answer by the model that the run begins with
+    reference: Tensor | None = None  # [R] float64: log-probability of each answer by the run's initial model
     further_positions: Tensor | None = None  # [D, B, S] or [D, 3, B, S]: `positions` of the token 1, … D places later
 
     @property
@@ -142,7 +142,7 @@ class TextBatch:
 class LocalFeatures:
     """Features from a colocated encoder for the sequence-parallel part of the text on this tensor-parallel rank."""
 
-    positions: Tensor  # [F'] int64: those of `TextBatch.feature_positions` that lie in this rank's part
+    positions: Tensor  # [F'] int64: the entries of `TextBatch.feature_positions` in this rank's part
     values: Tensor | None  # [F', 1 + DeepStack layers, Hl] on the device; None on ranks without the embedding
 
 
@@ -150,12 +150,12 @@ class LocalFeatures:
 class DealtImages:
     """Images assigned to a context-parallel rank, and the all-to-all that sends features to the ranks that use them."""
 
-    patch_rows: Tensor  # [P'] int64: which of all patches are of its images
+    patch_rows: Tensor  # [P'] int64: indices of its images' patches among all patches
     num_features: int  # of its images
-    sent: Tensor  # int64: which of its features go to rank 0, to rank 1, …
-    sent_sizes: tuple[int, ...]  # how many go to each rank
-    received: Tensor  # [F'] int64: which of the received features each of the part's image tokens takes
-    received_sizes: tuple[int, ...]  # how many come from each rank
+    sent: Tensor  # int64: indices of its features for rank 0, then for rank 1, …
+    sent_sizes: tuple[int, ...]  # number of features for each rank
+    received: Tensor  # [F'] int64: index of the received feature for each image token of the part
+    received_sizes: tuple[int, ...]  # number of features from each rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +221,7 @@ class MicroBatch:
     """
 
     text: TextBatch
-    image_sizes: ImageSizes  # of all images of the text; of those that this rank encodes where they are dealt
+    image_sizes: ImageSizes  # of all images of the text; with `DealtImages`, of the images that this rank encodes
     images: ImageBatch | None = None  # the images that this rank encodes; None on a rank without vision layers
     features: LocalFeatures | None = None  # set once a colocated encoder has run
     continuation: Continuation | None = None  # set while answers are generated

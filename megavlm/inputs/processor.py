@@ -60,7 +60,7 @@ class Processor(ABC):
     def numbered(self, layout: Layout, number: int) -> Layout:
         """Return the layout with the image's `number` in the sample (from 0), for models that write it in the prompt.
 
-        Videos are numbered likewise.
+        The images and the videos of a sample are numbered separately.
         """
         return layout
 
@@ -142,7 +142,7 @@ def pad_to_square(picture: Pixels, mean: tuple[float, ...]) -> Pixels:
     """Pad an image with the mean colour to a square, centred; the odd row or column is at the bottom or the right."""
     size = squared(picture.shape[:2])
     at = (size[0] - picture.shape[0]) // 2, (size[1] - picture.shape[1]) // 2
-    # Channels that are made of the tile have means of their own behind those of its colours.
+    # `mean` has the means of the RGB channels first, then the means of channels computed from RGB.
     means = mean[: picture.shape[2]]
     colour = tuple(int(value * 255) for value in means) if picture.dtype == np.uint8 else means
     return pasted(picture, size, at=at, colour=colour)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]  # (height, width) or (rows, columns)
 
-_MOST_ELONGATED = 200  # beyond this Qwen's processor refuses
-LARGEST_SIDE = 4096  # Idefics3 enlarges no further
+_MOST_ELONGATED = 200  # aspect ratio above which Qwen's processor refuses an image
+LARGEST_SIDE = 4096  # longest side of a resized image in Idefics3
 
 
 def shortest_edge(size: Size, edge: int) -> Size:
@@ -114,7 +114,7 @@ def _grids(fewest: int, most: int) -> tuple[Size, ...]:
 
 
 def longest_edge(size: Size, edge: int) -> Size:
-    """Scale a size so that its longer side is `edge`, at most `LARGEST_SIDE`; make the other side even (Idefics3)."""
+    """Scale a size so that its longer side is `edge` and the other even, then limit it to `LARGEST_SIDE` (Idefics3)."""
     height, width = size
     ratio = width / height
     if width >= height:

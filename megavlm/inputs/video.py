@@ -54,9 +54,9 @@ class Clip:
 class Budget:
     """Limits for sampling a clip: frames per second, numbers of frames and of tokens."""
 
-    fps: float = 2.0  # infinite: `max_frames` of every clip, whatever its length
+    fps: float = 2.0  # infinite: as many frames as `max_frames` allows, whatever the clip's length
     max_frames: int = 768
-    max_tokens: int | None = None  # None: as many as the frames have at the model's own size
+    max_tokens: int | None = None  # None: unlimited, frames have the model's default size
     min_frames: int = 4
 
     @property

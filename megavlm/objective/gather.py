@@ -201,8 +201,8 @@ def first_of_each(texts: Texts) -> Tensor:
 def _scores(answers: Tensor, scores: Tensor) -> Mapping[str, Tensor]:
     """Return the retrieval scores of n queries, [n] each, from `answers` and `scores` of all documents, [n, D].
 
-    Of documents with equal scores, wrong ones rank first, so that a model with constant vectors scores nothing. The
-    i-th best answer (from 0) thus has rank 1 + i + the number of wrong documents with at least its score.
+    Of documents with equal scores, wrong documents rank first, so that ties never raise a score. The i-th best answer
+    (from 0) thus has rank 1 + i + the number of wrong documents with at least its score.
 
     Recall@k is the share of answers within the first k; nDCG@k (Järvelin & Kekäläinen 2002) is the sum of
     1 / log2(1 + rank) over answers within the first k, divided by its maximum; MRR uses the rank of the first answer.
