@@ -1,8 +1,8 @@
 """LightOnOCR: Pixtral's tower and Mistral 3's merger before Qwen3.
 
-An image is one run of tokens, without marks. Its sides are whole patches, not whole features: the tower sees a row or
-column of patches that is left over, and no feature does. Folders may call themselves Mistral 3; their architecture
-tells.
+An image is one run of tokens, without marker tokens. The sides of a resized image are multiples of a patch, not of a
+feature: the tower sees a leftover row or column of patches, but no feature includes it. Some folders have model_type
+mistral3; their `architectures` entry then identifies LightOnOCR.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TYPES = ("lighton_ocr", *(f"mistral3/{name}ForConditionalGeneration" for name in
 
 
 def config(settings: Settings) -> ModelConfig:
-    """LightOnOcrConfig."""
+    """Return the `ModelConfig` of a LightOnOcrConfig."""
     text, tower = settings.section("text_config"), settings.section("vision_config")
     tower.require("model_type", "pixtral", why="only Pixtral's tower is known here")
     tied = settings.get("tie_word_embeddings", True)
@@ -42,7 +42,7 @@ def config(settings: Settings) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WholePatches(pixtral.RowsOfFeatures):
-    """Shrinks an image to at most `edge` pixels a side that are multiples of `multiple`, and writes no marks."""
+    """Shrinks an image to at most `edge` pixels a side, rounded up to multiples of `multiple`; writes no markers."""
 
     multiple: int
 

@@ -16,13 +16,13 @@ from megavlm.families.shared.vision import clip, clip_table, siglip, siglip_tabl
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, build_whole
 
-# Family of a vision tower by itself → its model_type inside a LLaVA.
+# Family of a standalone vision tower → its model_type inside a LLaVA.
 _TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 _TEXTS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def config(settings: Settings) -> ModelConfig:
-    """LlavaConfig. With strategy "default" the class token is dropped, which is all that we do."""
+    """Return the `ModelConfig` of a LlavaConfig. CLIP's class token must be dropped (strategy "default")."""
     text = settings.section("text_config")
     layer = settings.get("vision_feature_layer", -2)
     if not isinstance(layer, int):
@@ -54,7 +54,7 @@ def _vision(settings: Settings, layer: int) -> VisionConfig:
 def whole_table(
     tower: Table, model: ModelConfig, prefixes: NamePrefixes, mlp: tuple[str, str] = ("linear_1", "linear_2")
 ) -> Table:
-    """Return the table of a model with this table of its tower; `mlp` are names of the projector's layers."""
+    """Return the table of a model, given the table of its tower; `mlp` are file names of the projector's layers."""
     first, last = (prefixes.projector + name for name in mlp)
     return {
         **tower,
@@ -70,17 +70,17 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return CLIP's processor, which may pad an image to a square first."""
+    """Return CLIP's image processor, which pads images to squares first if do_pad is set."""
     return replace(build_whole(options, model, shared), pad_to_square=bool(options.get("do_pad", False)))
 
 
 def compose(parts: Composition) -> dict[str, Any] | None:
-    """Return the config.json of a LLaVA that computes what this composed model does; None where none does."""
+    """Return the config.json of a LLaVA that computes the same as a composed model; None if no LLaVA does."""
     model, projector = parts.model, parts.model.projector
     plain = projector.kind == "mlp" and projector.pixel_shuffle == 1 and not projector.input_norm
     plain = plain and projector.anyres_max_tiles is None and projector.hidden_size == model.language.hidden_size
     normed = model.vision.post_norm and model.vision.feature_layer == -1
-    # A part may come out of a larger model, as a section of whose settings it is; a LLaVA leaves the types of both out.
+    # A part may come from a larger model, where its settings are a section; a LLaVA omits the types of both parts.
     tower = parts.vision.values.get("vision_config", parts.vision.values)
     text = {"model_type": "llama", **parts.language.values.get("text_config", parts.language.values)}
     unnamed = "clip_vision_model" if parts.vision_family == "llava" else None

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (LLaVA-1.6): LLaVA-1.5 with tiled images, of which each is tiled and none is reduced."""
+"""LLaVA-NeXT (LLaVA-1.6): LLaVA-1.5 with tiled images. Every image is tiled, and its features are not downsized."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, has_only, sides
 from megavlm.inputs.resize import Pixels
 
-# (height, width) where a folder names none.
+# (height, width) if a folder has no resolutions.
 RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
-_NEVER = 2**16  # tiles: more than any image has, so that none is reduced
+_NEVER = 2**16  # tiles: more than any image has, so that features are not downsized
 
 
 def config(settings: Settings) -> ModelConfig:
-    """LlavaNextConfig."""
+    """Return the `ModelConfig` of a LlavaNextConfig."""
     model = llava.config(settings)
     return replace(model, projector=replace(model.projector, anyres_max_tiles=_NEVER))
 
@@ -43,7 +43,7 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
 @dataclass(frozen=True, kw_only=True)
 class EachTiled(llava_onevision.Anyres):
-    """Tiles an image whether or not it is its sample's only one."""
+    """Tiles every image, also in samples with several images."""
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         return super().layout(height, width)
@@ -53,7 +53,7 @@ class EachTiled(llava_onevision.Anyres):
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the processor. Raises UserError where tiles are no squares of the size that they are cropped to."""
+    """Return the image processor. Raises UserError unless the crop size is the size of the square tiles."""
     size = options["size"]
     tile = (size["shortest_edge"],) * 2 if has_only(size, "shortest_edge") else sides(size, "size")
     if sides(options["crop_size"], "crop_size") != tile:

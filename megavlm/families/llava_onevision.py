@@ -1,6 +1,6 @@
 """LLaVA-OneVision: SigLIP without its last norm, a two-layer MLP, tiled images with newlines, Qwen2.
 
-A video's frames are whole; their features are resized to half as many a side, and one newline ends the video.
+Video frames are not tiled. Their feature maps are resized to half the side, and one newline ends a video.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReade
 from megavlm.inputs.resize import Pixels, Size, best_resolution, fit_inside
 from megavlm.inputs.video import Budget, Clip, VideoProcessor
 
-# (height, width) where a folder names none.
+# (height, width) if a folder has no resolutions.
 DEFAULT_RESOLUTIONS = tuple(product(range(384, 2305, 384), repeat=2))
 
 
 def config(settings: Settings) -> ModelConfig:
-    """LlavaOnevisionConfig. Its image_grid_pinpoints are for processors: a batch says how its images are tiled."""
+    """Return the `ModelConfig` of a LlavaOnevisionConfig.
+
+    Its image_grid_pinpoints are not part of it: a batch says how its images are tiled.
+    """
     text, tower = settings.section("text_config"), settings.section("vision_config")
     tower.require("model_type", "siglip_vision_model", why="only SigLIP towers are known here")
     defaults = {
@@ -59,8 +62,9 @@ def _max_tiles(settings: Settings) -> int:
 
 
 def tiling(settings: Settings) -> Tiling:
-    """Return how the model divides an image into tiles: Transformers' looks itself for the resolution that fits best,
-    among `image_grid_pinpoints`.
+    """Return a function from an image's size to its tile grid: Transformers' model selects the best resolution itself.
+
+    The resolutions are `image_grid_pinpoints`.
     """
     side = settings.section("vision_config").get("image_size", DEFAULT_RESOLUTIONS[0][0])
     resolutions = [(height, width) for height, width in settings.get("image_grid_pinpoints", DEFAULT_RESOLUTIONS)]
@@ -78,9 +82,9 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Transformers tiles an image if it is its sample's only one, so it must know how many each sample has.
+    """Return the model's inputs, with the number of images of each sample: Transformers only tiles single images.
 
-    Raises UserError for videos of several lengths, which it does not take together.
+    Raises UserError for videos of different lengths, which Transformers does not accept in one batch.
     """
     import torch
 
@@ -107,9 +111,10 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Anyres(Processor):
-    """Returns an image reduced to one tile, then tiles of the image enlarged to the best of some resolutions.
+    """Resizes an image to one tile, then to the best of the given resolutions, which is cut into further tiles.
 
-    `megavlm/arch/image_tokens.py` says which features of the tiles are kept. An image among others is only seen whole.
+    `megavlm/arch/image_tokens.py` decides which features of the tiles are kept. In a sample with several images, each
+    image is padded to a square and is a single tile.
     """
 
     anyres: ClassVar[bool] = True
@@ -125,7 +130,7 @@ class Anyres(Processor):
         group = TileGroup(arrangement, (height, width))
         try:
             features = sum(tokens_per_image([tile.grid] * group.tiles, [group], self.projector))
-        except UserError as error:  # of this image, so one to leave out
+        except UserError as error:  # the image has no features, so its sample is left out
             raise BadSample(Reason.TOO_NARROW, str(error)) from error
         return Layout((height, width), (tile,) * group.tiles, arrangement, self._one_run(features))
 
@@ -146,7 +151,7 @@ class Anyres(Processor):
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the processor. Raises UserError if a resolution is not a multiple of the tile."""
+    """Return the image processor. Raises UserError if a resolution is not a multiple of the tile."""
     tile = square(sides(options["size"], "size"), "size")
     resolutions = tuple((int(height), int(width)) for height, width in options["image_grid_pinpoints"])
     if not resolutions or any(height % tile or width % tile for height, width in resolutions):
@@ -156,7 +161,7 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
 
 @dataclass(frozen=True, kw_only=True)
 class HalvedFrames(Frames):
-    """Takes one run of tokens for a video."""
+    """Makes a video one run of tokens: the halved feature maps of its frames, and a newline."""
 
     number: int
 
@@ -171,7 +176,7 @@ class HalvedFrames(Frames):
 
 
 def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor | None:
-    """Return the processor; None for a model without a video token. Raises UserError for frames that are not square."""
+    """Return the video processor; None for a model without a video token. Raises UserError if frames are not square."""
     if model.video_token is None:
         return None
     fields = frame_fields(options)
@@ -206,7 +211,7 @@ FAMILY = Family(
         build_video,
     ),
     chat_template=CHATML,
-    # Layers after the features', and what makes SigLIP's pooled output.
+    # Layers after the feature layer, and the modules of SigLIP's pooled output.
     unused=(
         r".*vision_tower\.(vision_model\.)?(encoder\.layers|post_layernorm|head)\..*",
         r".*\.position_ids|.*\.rotary_emb\.inv_freq",

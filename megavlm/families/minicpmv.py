@@ -1,8 +1,8 @@
-"""MiniCPM-V 4.6 and 4.7: SigLIP with a merger inside, another merger behind it, and Qwen3.5's hybrid language model.
+"""MiniCPM-V 4.6 and 4.7: SigLIP with a merger inside, a second merger after it, and Qwen3.5's hybrid language model.
 
-A large image is seen as a small copy of the whole and as slices at full resolution, each an image of its own to the
-tower; so is each frame of a video. 4.7 gives all of them places on one canvas (`data/collate.py`), 4.6 counts tokens.
-With downsample_mode 4x the merger inside is left out, and its weights are exported as they were.
+A large image, or frame of a video, becomes a small copy and slices at full resolution, each a separate image to the
+tower. 4.7 gives their tokens positions on one canvas (`data/collate.py`), 4.6 counts tokens. With downsample_mode 4x
+the merger inside the tower is not used, and its weights are exported unchanged.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ from megavlm.inputs.resize import Pixels, Size, resize_as_torchvision
 from megavlm.inputs.video import Budget, Clip, VideoProcessor, shown_at
 
 Resize = Callable[[Pixels, int, int], Pixels]  # to a height and a width
-_SIDES = {"16x": 4, "4x": 2}  # of a feature in patches, by downsample_mode
-# Tokens around features by which a canvas is laid out; the first is that before a slice.
+_SIDES = {"16x": 4, "4x": 2}  # side of a feature in patches, by downsample_mode
+# Marker tokens around features, from which the canvas layout follows; the first one precedes a slice.
 _MARKS = ("slice_start_id", "slice_end_id", "image_start_id", "image_end_id", "newline_id")
 
 
 def config(settings: Settings) -> ModelConfig:
-    """MiniCPMV4_6Config: positions of tokens count them, one by one."""
+    """Return the `ModelConfig` of a MiniCPMV4_6Config, which has no M-RoPE: positions count tokens."""
     model = canvas_config(settings, marks=())
     return replace(model, language=replace(model.language, mrope_section=(), mrope_interleaved=False))
 
 
 def canvas_config(settings: Settings, *, marks: tuple[str, ...] = _MARKS) -> ModelConfig:
-    """MiniCPMV4_7Config. Only the outer tie_word_embeddings and insert_layer_id count."""
+    """Return the `ModelConfig` of a MiniCPMV4_7Config.
+
+    tie_word_embeddings and insert_layer_id are read from the top level, not from sections.
+    """
     side = _SIDES.get(settings.get("downsample_mode", "16x"))
     if side is None:
         refuse(settings, "downsample_mode", f"known are {', '.join(_SIDES)}")
@@ -100,7 +103,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return tokens, what they are, and patches side by side: [1, C, p, P·p], of images and of videos."""
+    """Return tokens, their types, and the patches of images and of videos side by side: [1, C, p, P·p]."""
     import torch
 
     tokens, grids, vision = batch.text.tokens, batch.image_sizes.grids, model.vision
@@ -121,9 +124,9 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
 @dataclass(frozen=True)
 class Cutting:
-    """The rule by which an image is cut: a small copy of about `scale`² pixels, and at most `most` slices of that size.
+    """Rule for cutting an image: into a small copy of about `scale`² pixels, and at most `most` slices of that area.
 
-    All sides are multiples of `unit` pixels, those of a feature.
+    All sides are multiples of `unit` pixels, the side of a feature.
     """
 
     scale: int
@@ -131,7 +134,7 @@ class Cutting:
     unit: int
 
     def arrangement(self, size: Size) -> Size:
-        """Return the (rows, columns) of slices whose shape is nearest to a square's; (0, 0) for a small picture."""
+        """Return the (rows, columns) of slices that are closest to squares; (0, 0) for a picture that is not cut."""
         height, width = size
         wanted = min(math.ceil(height * width / self.scale**2), self.most)
         if wanted < 2:
@@ -145,7 +148,7 @@ class Cutting:
         return min(grids, key=error)
 
     def sizes(self, size: Size) -> tuple[Size, Size]:
-        """Return the sizes of the small copy and of each slice; without slices the copy may be enlarged."""
+        """Return the sizes of the small copy and of each slice. Without slices the copy may be enlarged."""
         rows, columns = self.arrangement(size)
         if not rows:
             whole = holdable(size, self._fitted(size, enlarge=True))
@@ -168,7 +171,7 @@ class Cutting:
         return [resized(pixels, *whole), *slices]
 
     def texts(self, arrangement: Size) -> tuple[str, ...]:
-        """Return the text before each of the copy's and the slices' features, and after the last."""
+        """Return the text before the features of the copy and of each slice, and the text after the last of them."""
         rows, columns = arrangement
         ends = ["</slice>\n" if number % columns == 0 else "</slice>" for number in range(1, rows * columns)]
         slices = ["</image>", *ends, "</slice>"] if rows else ["</image>"]
@@ -181,7 +184,7 @@ def _multiple(length: float, of: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Slices(Processor):
-    """Cuts an image into slices; a small copy of the whole comes first, and mark tokens surround each."""
+    """Cuts an image into slices, preceded by a small copy of the image; marker tokens surround each of them."""
 
     cutting: Cutting
     numbers_images: bool
@@ -226,7 +229,7 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
 
 @dataclass(frozen=True, kw_only=True)
 class SlicedFrames(VideoProcessor):
-    """Sees each frame as an image is seen, one a second; of a long video, as many as are allowed, evenly."""
+    """Cuts each sampled frame like an image: one frame a second, or evenly spaced frames of a long video."""
 
     cutting: Cutting
     number: int  # the video token

@@ -13,7 +13,7 @@ from megavlm.families.shared.table import Rename, Table
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Mistral3Config."""
+    """Return the `ModelConfig` of a Mistral3Config."""
     text, tower = settings.section("text_config"), settings.section("vision_config")
     tower.require("model_type", "pixtral", why="only Pixtral's tower is known here")
     settings.require("vision_feature_layer", -1, why="only features of the last layer are known here")
@@ -21,7 +21,7 @@ def config(settings: Settings) -> ModelConfig:
     language_model = language(
         text,
         kind=text.get("model_type", "mistral"),
-        # Transformers 5 writes it at the top; files from before have it in the text's section, or leave out false.
+        # Transformers 5 writes the setting at the top level; older files have it in the text section, or omit false.
         tied=settings.get("tie_word_embeddings", text.get("tie_word_embeddings", False)),
     )
     return ModelConfig(
@@ -33,7 +33,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def merger(settings: Settings, language: LanguageConfig, *, bias: bool) -> ProjectorConfig:
-    """Return the projector: a norm of patches with the epsilon of the text, a convolution, an MLP."""
+    """Return the projector: an RMSNorm of patches with the text's epsilon, a merging convolution and an MLP."""
     return ProjectorConfig(
         kind="mlp",
         pixel_shuffle=settings.get("spatial_merge_size", 2),
@@ -55,7 +55,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     }
 
 
-# Version 7 of Mistral's format: a system turn of its own, and no spaces around what is said.
+# Version 7 of Mistral's format: a separate system turn, and no spaces around messages.
 CHAT = NamedTemplate(
     "mistral_v7",
     """\

@@ -1,6 +1,6 @@
 """PaddleOCR-VL: SigLIP for any grid with learned and rotary positions, a 2×2 merger with a norm, ERNIE-4.5 with M-RoPE.
 
-The merger's norm is over single patches, which the tower has normalised already. It belongs to the projector.
+The merger's norm applies to single patches, which the tower has already normalised. It is part of the projector.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _VISION: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """PaddleOCRVLConfig. Published folders keep the settings of the text at the top, but for tie_word_embeddings."""
+    """Return the `ModelConfig` of a PaddleOCRVLConfig.
+
+    Published folders have the text's settings at the top level, except for tie_word_embeddings.
+    """
     nested = "text_config" in settings.values
     text = with_defaults(settings.section("text_config") if nested else settings, _TEXT)
     text.require("use_bias", False, why="biases in ERNIE are not known here")
@@ -67,7 +70,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def _vision(tower: Settings) -> VisionConfig:
-    """PaddleOCRVisionConfig."""
+    """Return the vision tower of a PaddleOCRVisionConfig."""
     return replace(
         siglip(tower, feature_layer=-1, post_norm=True),
         position_embedding="learned_rope2d",
@@ -84,7 +87,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return tokens, which of them are images, and patches in the order of rows, as the model takes them."""
+    """Return tokens, token types (1: image), and patches in row-major order."""
     import torch
 
     tokens, grids, vision = batch.text.tokens, batch.image_sizes.grids, model.vision
@@ -100,7 +103,7 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Enlarged(NativeResolution):
-    """First enlarges an image that is narrower than a feature: its height if need be, then its width."""
+    """Enlarges an image that is smaller than a feature, first by its height, then by its width, before resizing it."""
 
     start: str = START
     end: str = END
@@ -148,6 +151,6 @@ FAMILY = Family(
     ),
     image_text=IMAGE,
     chat_template=CHAT,
-    # SigLIP's pooling head and a table of positions, which no feature comes from.
+    # SigLIP's pooling head and a table of positions, neither of which affects the features.
     unused=(r".*\.vision_model\.head\..*", r".*\.packing_position_embedding\..*", r".*\.position_ids"),
 )
