@@ -1,10 +1,11 @@
-"""Find the checkpoint folders of a run, make a written one complete, and delete those that are not kept. No torch.
+"""Find, commit, lock and delete the checkpoint folders of a run. No torch.
 
 A save writes into `tmp-iter_0000100`, its manifest last; renaming the folder to `iter_0000100` is the commit. Whatever
 kills the run, a folder `iter_*` with a manifest is whole, and the newest one is where the run resumes.
 
-A process that loads a checkpoint holds a shared lock on one of its files. A process that deletes one takes an exclusive
-lock first, without waiting. Without locks in the file system (`flock`), a checkpoint may be deleted while it is loaded.
+A process that loads a checkpoint holds a shared lock on one of its files. A process that deletes a checkpoint takes an
+exclusive lock first, without waiting. If the file system has no locks (`flock`), a checkpoint may be deleted while it
+is loaded.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def resolve(path: Path) -> Path:
-    """Return the checkpoint that a command's RUN_OR_CHECKPOINT names: itself, or the newest of a run or `checkpoints/`.
+    """Return the checkpoint that a command's RUN_OR_CHECKPOINT names: itself, or the newest one in a run's folder.
 
     Raises UserError if there is none.
     """
@@ -74,10 +75,10 @@ def resolve(path: Path) -> Path:
 
 
 def commit(temporary: Path, final: Path, sums: Mapping[str, FileSum], *, attempt: str | None) -> None:
-    """Make a written checkpoint complete: write its manifest, flush its files, rename it to `final`.
+    """Commit a written checkpoint: write its manifest, flush its files, rename the folder to `final`.
 
-    Files whose `sums` are given have been flushed by who wrote them; others are read. `attempt` tells this save from
-    others of the iteration.
+    Files in `sums` have been flushed by their writers; other files are read for their sums. `attempt` distinguishes
+    this save from other saves of the iteration.
     """
     write_manifest(temporary, sums, attempt=attempt)
     before = final.with_name(f"tmp-before-{final.name}")
@@ -85,12 +86,12 @@ def commit(temporary: Path, final: Path, sums: Mapping[str, FileSum], *, attempt
         remove(before)
         final.rename(before)
     rename_flushed(temporary, final, flushed=sums)
-    with suppress(OSError):  # the checkpoint counts; `sweep` tries again
+    with suppress(OSError):  # the checkpoint is committed; `sweep` tries again
         remove(before)
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, or what has its name: of a link, the link alone. It may be missing. Raises OSError."""
+    """Delete a folder or a file, if it exists; for a link, delete the link alone. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -98,7 +99,10 @@ def remove(path: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is neither loaded nor pruned; return its new path."""
+    """Rename a damaged checkpoint, so that it is neither loaded nor pruned; return its new path.
+
+    If the folder cannot be renamed, return `folder`.
+    """
     aside = folder.with_name(f"damaged-{folder.name}")
     with suppress(OSError):  # a folder that may not be renamed stays as it is
         if aside.exists():
@@ -109,9 +113,9 @@ def set_aside(folder: Path) -> Path:
 
 
 def rename_flushed(temporary: Path, final: Path, *, flushed: Container[str] = ()) -> None:
-    """Rename a written folder once all of it is on the disk: after a loss of power, `final` is whole or missing.
+    """Flush all files of a written folder, then rename it: after a loss of power, `final` is whole or missing.
 
-    The files `flushed` of the folder are on the disk already.
+    The files of the folder that are named in `flushed` are on the disk already.
     """
     for folder, _, names in os.walk(temporary, topdown=False):
         for name in names:
@@ -132,10 +136,10 @@ def _flush(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """The rule of which checkpoints are kept.
+    """Rule that says which checkpoints of a run are kept.
 
-    These are the `newest` (0: all), multiples of `every` (0: none), and the best by the metric `best` (None: none), of
-    which less is better, or more if `mode` is "max".
+    These are the `newest` (0: all), multiples of `every` (0: none), and the best one by the metric `best` (None: none).
+    The best value is the least one, or the greatest if `mode` is "max".
     """
 
     newest: int
@@ -145,7 +149,7 @@ class Keep:
 
 
 def kept(iterations: Collection[int], rule: Keep, metric: Mapping[int, float] | None = None) -> set[int]:
-    """Return the iterations whose checkpoints are kept. `metric` has the values of `rule.best` that are known."""
+    """Return the iterations whose checkpoints the rule keeps. `metric` has the known values of `rule.best`."""
     if rule.newest == 0:
         return set(iterations)
     chosen = set(sorted(iterations)[-rule.newest :])
@@ -158,14 +162,14 @@ def kept(iterations: Collection[int], rule: Keep, metric: Mapping[int, float] | 
 
 
 def best_of(metric: Mapping[int, float], mode: Literal["min", "max"]) -> int | None:
-    """Return the iteration with the best value, the latest of equal ones. None if there is no value but NaN."""
+    """Return the iteration with the best value, the latest if values are equal; None if all values are NaN."""
     sign = 1 if mode == "min" else -1
     found = [(sign * value, -each) for each, value in metric.items() if value == value]
     return -min(found)[1] if found else None
 
 
 def metrics_of(folder: Path) -> dict[str, float]:
-    """Return the metrics that a checkpoint's description has; imports have none."""
+    """Return the metrics in a checkpoint's description, `megavlm.json`; {} if it has none, as after an import."""
     try:
         return metrics_in(read_bytes(folder / SUMMARY, at_most=2**24))
     except OSError:
@@ -173,7 +177,7 @@ def metrics_of(folder: Path) -> dict[str, float]:
 
 
 def metrics_in(description: bytes) -> dict[str, float]:
-    """Return the metrics in a checkpoint's description, `megavlm.json`."""
+    """Return the metrics in the content of a checkpoint's `megavlm.json`; {} if it has none or is damaged."""
     try:
         found = json.loads(description)["metrics"]
         return {str(name): float(value) for name, value in found.items()}
@@ -182,7 +186,7 @@ def metrics_in(description: bytes) -> dict[str, float]:
 
 
 def doomed(root: Path, rule: Keep) -> list[Path]:
-    """Return the checkpoints of a folder that the rule does not keep, oldest first."""
+    """Return the complete checkpoints of a folder that the rule does not keep, oldest first."""
     found = complete(root)
     metric = {}
     if rule.best is not None:
@@ -193,19 +197,19 @@ def doomed(root: Path, rule: Keep) -> list[Path]:
 
 
 def prune(root: Path, rule: Keep) -> list[Path]:
-    """Delete the checkpoints that the rule does not keep and nobody loads; return them."""
+    """Delete the checkpoints that the rule does not keep and no process loads; return the deleted ones."""
     return [path for path in doomed(root, rule) if delete(path)]
 
 
 def sweep(root: Path) -> None:
-    """Delete what unfinished saves and deletions left behind."""
+    """Delete the remains of unfinished saves and deletions."""
     for leftover in root.glob("tmp-*"):
         with suppress(OSError):
             remove(leftover)
 
 
 def delete(folder: Path) -> bool:
-    """Delete a checkpoint; return whether it is gone: nothing is deleted while somebody loads it."""
+    """Delete a checkpoint unless a process loads it; return whether it was deleted."""
     file = _lock_file(folder)
     if file is None:
         return False
@@ -225,23 +229,23 @@ def delete(folder: Path) -> bool:
 
 
 class Holds:
-    """The checkpoints that this process reads or may read soon: while it holds them, nobody deletes them."""
+    """Shared locks on the checkpoints that this process reads or may read soon; no process deletes them meanwhile."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
 
     def add(self, folder: Path) -> bool:
-        """Hold a checkpoint; return False where it is gone. Waits for one that is being deleted."""
+        """Lock a checkpoint; return False if it was deleted. Waits for a deletion that is under way."""
         file = _lock_file(folder, writable=False)
         if file is None:
-            return folder.is_dir()  # it has nothing to hold it by: whoever looks closer says so
+            return folder.is_dir()  # no file to lock: a later check of the folder reports that
         with _where_there_are_locks():
             fcntl.flock(file, fcntl.LOCK_SH)
         self._files.append(file)
         return folder.is_dir()
 
     def release(self) -> None:
-        """Release all checkpoints: other processes may delete them."""
+        """Release all locks: other processes may delete the checkpoints."""
         while self._files:
             os.close(self._files.pop())
 
@@ -256,7 +260,7 @@ def _lock_file(folder: Path, *, writable: bool = True) -> int | None:
 
 @contextmanager
 def _where_there_are_locks() -> Iterator[None]:
-    """Ignore the errors of a file system that has no locks."""
+    """Ignore errors of `flock` in a file system that has no locks."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Save checkpoints while training goes on: a rank copies its state into shared memory, and its writer does the rest.
+"""Save checkpoints while training goes on: a rank copies its state into shared memory, and a writer process writes it.
 
-At most one save is under way; the next one waits for its end. A save that fails does not end the run: the checkpoints
-before it are whole.
+At most one save is under way; the next save waits for its end. A save that fails does not end the run: the earlier
+checkpoints are whole.
 
 Data-parallel ranks that hold the same tensors divide them by size. The files have megatron-core's format: torch's
-distributed checkpoint plus `common.pt`, which `state.json` repeats, and `metadata.json`. Ranks tell each other of all
-their tensors at the first save; as long as these stay what they were, later saves need no more than one word from each.
+distributed checkpoint plus `common.pt`, which `state.json` repeats, and `metadata.json`. At the first save, ranks
+gather the descriptions of all tensors; while these do not change, a later save gathers only a flag from each rank.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from megavlm.checkpoint.writer import PATIENCE, Outcome, SaveJob, is_committed, 
 from megavlm.resilience.signals import how_it_ended
 
 _GIVEN_UP = 20.0  # seconds that a run that ends by an error waits for a save that is under way
-_LOOK = 1.0  # seconds between looks for signs of life of the writer
+_LOOK = 1.0  # seconds between checks for signs of life of the writer
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank writes: files of tensors by name, and on rank 0 the files that exist once."""
+    """A rank's part of a save: files of tensors by name, and on rank 0 also the files that a checkpoint has once."""
 
     name: str  # of this save, the same on all ranks
     files: Mapping[str, Sequence[Item]]
     whole: Mapping[str, bytes]
-    metadata: Metadata | None  # on rank 0: what tensors the checkpoint has, without where they are; None: as before
+    metadata: Metadata | None  # on rank 0: the checkpoint's tensors, without their places; None: as in the last save
 
 
 class Division:
-    """How the ranks divide their state among them. It is found anew when the state of a rank has other tensors."""
+    """Divides the state to save among the ranks. The division is kept until the tensors of a rank's state change."""
 
     def __init__(self) -> None:
         self._tensors: list[Any] | None = None  # of the last save, without their values
@@ -73,11 +73,11 @@ class Division:
         self._plan: tuple[SavePlan, SavePlan, bool] | None = None  # as `save_state_dict_async_plan` takes it
 
     def share(self, state: dict[str, Any], *, group: dist.ProcessGroup, metadata: dict[str, Any]) -> Share:
-        """Return what this rank writes of a sharded state; the ranks of `group` divide it. Every rank calls it."""
+        """Return this rank's share of a sharded state, which the ranks of `group` divide. Every rank calls it."""
         sharded, common = save_preprocess({**_without_copies(state), "content_metadata": metadata}, False)
         name = self._agree(sharded, group)
         assert self._strategy is not None
-        if self._plan is None or group.size() > 1:  # at first it also checks that each tensor is written once
+        if self._plan is None or group.size() > 1:  # the first call also checks that each tensor is written once
             self._strategy.apply_saving_parallelization(sharded)
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         collected = _Collector()
@@ -93,7 +93,7 @@ class Division:
         if dist.get_rank() != 0:
             return Share(name, collected.files, {}, None)
         if described is not None:
-            described.all_local_plans = None  # megatron-core notes them to compare plans, which is done here
+            described.all_local_plans = None  # megatron-core keeps them to compare plans, which `_agree` does here
         packed = io.BytesIO()
         torch.save(common, packed)
         config = json.dumps(asdict(CheckpointingConfig(self._strategy.backend, self._strategy.version)))
@@ -101,7 +101,7 @@ class Division:
         return Share(name, collected.files, whole, described)
 
     def _agree(self, sharded: Any, group: dist.ProcessGroup) -> str:
-        """Forget the division, on all ranks, if any rank's tensors are not those of the last save; return a name."""
+        """Drop the division, on all ranks, if the tensors of any rank have changed; return a name for the save."""
         tensors = [each.without_data() for each in nested_values(sharded)]
         found: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
         dist.all_gather_object(found, (tensors == self._tensors, f"{time.time_ns():x}"))
@@ -113,7 +113,7 @@ class Division:
 
 
 class _Collector:
-    """Takes the place of torch's storage writer, and keeps in memory what it is told to write."""
+    """Replaces torch's storage writer, and keeps the items to write in memory."""
 
     can_run_decentralized_global_plan = True  # ranks need not hear from rank 0 what to write
 
@@ -137,7 +137,7 @@ class _Collector:
 
 
 def _without_copies(state: Any) -> Any:
-    """Return the state without the second copy of tied embeddings, which a rank that holds both would write twice."""
+    """Return the state without the second copy of tied embeddings: a rank that holds both would write them twice."""
     if isinstance(state, dict):
         return {key: _without_copies(value) for key, value in state.items() if not _is_copy(value)}
     return [_without_copies(value) for value in state if not _is_copy(value)] if isinstance(state, list) else state
@@ -152,15 +152,15 @@ def _is_copy(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport(Outcome):
-    """How a save ended on this rank; on rank 0, how the whole checkpoint's save ended."""
+    """Result of a save on this rank; on rank 0, the result for the whole checkpoint."""
 
     iteration: int
     folder: Path
-    seconds: float  # from its beginning until the checkpoint counted
+    seconds: float  # from the beginning of the save until the rank received the outcome
 
 
 class Saver:
-    """Runs the saves of a rank. Make it before threads and process groups exist: it forks the process that writes."""
+    """Runs the saves of a rank. Create it before threads and process groups exist: it forks the writer process."""
 
     def __init__(self, root: Path, keep: Keep) -> None:
         self._root, self._keep = root, keep
@@ -169,13 +169,13 @@ class Saver:
         self._job: SaveJob | None = None  # under way
         self._began = 0.0
         self._reports: list[SaveReport] = []
-        self.waits: Callable[[], None] = lambda: None  # is called every second while a save is waited for
+        self.waits: Callable[[], None] = lambda: None  # is called every second while `wait` waits
         self._start()
 
     def begin(self, share: Share, summary: dict[str, Any]) -> None:
-        """Begin to save this rank's shard, and return as soon as it is copied. Every rank must call this.
+        """Start to save this rank's share, and return as soon as it is copied. Every rank must call this.
 
-        The save before must have ended on all ranks: that of rank 0 then sweeps up what looks unfinished.
+        The previous save must have ended on all ranks, because rank 0's writer deletes unfinished saves at the end.
         """
         assert self._job is None
         self._began = time.perf_counter()
@@ -183,7 +183,7 @@ class Saver:
         failure = None
         try:
             places = self._staging.copy(share.files)
-        except OSError as error:  # this rank's writer must report it: the other writers wait
+        except OSError as error:  # this rank's writer must report the error: rank 0's waits for its report
             failure = f"rank {dist.get_rank()} cannot copy its part to host memory ({in_words(error)})"
         whole = dict(share.whole)
         if dist.get_rank() == 0:
@@ -215,15 +215,15 @@ class Saver:
         return reports
 
     def wait(self) -> None:
-        """Wait for the end of the save that is under way; `poll` returns its report."""
+        """Wait for the end of the save that is under way, if any; `poll` returns its report."""
         while self._job is not None:
-            self.waits()  # not for ever: a writer that does not go on is ended
+            self.waits()  # the loop ends: a writer without a sign of life is killed
             self._receive(_LOOK)
         if not self._process.is_alive():
             self._replace_writer()
 
     def close(self) -> None:
-        """End the writer. A save that is under way has some seconds to end."""
+        """End the writer process. A save that is under way gets 20 s to end."""
         if self._job is not None:
             self._receive(_GIVEN_UP)
         self._connection.close()
@@ -243,7 +243,7 @@ class Saver:
         theirs.close()
 
     def _receive(self, patience: float) -> None:
-        """Take the outcome of the save that is under way; waits `patience` seconds for it."""
+        """Wait at most `patience` seconds for the outcome of the save that is under way, and record it."""
         try:
             if self._connection.poll(patience):
                 self._end(self._connection.recv())
@@ -254,19 +254,19 @@ class Saver:
             self._lost()
 
     def _lost(self, reason: str | None = None) -> None:
-        """Give up the save whose writer has died, and start another writer for the next."""
+        """Give up the current save, whose writer has died, and start another writer for the next save."""
         assert self._job is not None
         ended = how_it_ended(self._process, _GIVEN_UP)
         reason = f"rank {self._job.rank}: {reason or f'the process that writes checkpoints {ended}'}"
         self._replace_writer()
-        with suppress(OSError):  # the others do not wait for this rank
+        with suppress(OSError):  # so that rank 0's writer does not wait for this rank
             reports_of(self._job).leave(self._job.rank, None, reason)
         self._end(Outcome(None if is_committed(self._job) else reason))
 
     def _replace_writer(self) -> None:
         self._connection.close()
         self._start()
-        self.division = Division()  # the new writer knows of no tensors: ranks tell of theirs anew
+        self.division = Division()  # the new writer has no metadata: ranks gather their tensors again
 
     def _end(self, outcome: Outcome) -> None:
         assert self._job is not None
@@ -277,8 +277,8 @@ class Saver:
 
 
 def _serve(connection: Connection, of_the_rank: Connection, pulse: Any, file: int) -> None:
-    # What a rank no longer uses is for the rank to free: this process has none of the threads that a process group or a
-    # GPU's memory ends with, and would end by a signal. A writer that replaces another is forked in the midst of a run.
+    # The rank's garbage must not be collected here: destructors of process groups and GPU memory need threads that this
+    # process lacks, and a signal would end it. A writer that replaces another is forked in the middle of a run.
     gc.freeze()
-    of_the_rank.close()  # else this process would hold open the socket whose end ends it
+    of_the_rank.close()  # else this process would keep the socket open, and not notice the end of its rank
     serve(connection, pulse, file)

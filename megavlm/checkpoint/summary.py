@@ -1,4 +1,4 @@
-"""Describe a checkpoint in `megavlm.json`, read that description, and check that it belongs to a run."""
+"""Describe a checkpoint in `megavlm.json`, read the description, and check that the checkpoint belongs to a run."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def describe(
     data: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return the description of a checkpoint.
+    """Return the content of a checkpoint's `megavlm.json`.
 
-    `data` is what its place in the data depends on (`data_identity`), `metrics` are numbers of its iteration.
+    `data` identifies the data, on which the meaning of the data position depends (`data_identity`); `metrics` are
+    those of the iteration.
     """
     return {
         "format": FORMAT,
@@ -65,7 +66,9 @@ def describe(
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's own description, `megavlm.json`. Raises UserError if it cannot be used."""
+    """Return the content of a checkpoint's `megavlm.json`. Raises UserError if it is missing, invalid or of another
+    format.
+    """
     try:
         summary = read_json(folder / SUMMARY, at_most=_LARGEST)
     except UserError as error:
@@ -79,7 +82,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def model_of(summary: Mapping[str, Any], folder: Path) -> Config:
-    """Return the configuration of a checkpoint's model and adapters. Raises UserError if there is no such model."""
+    """Return the configuration of a checkpoint's model and adapters. Raises UserError if it is not valid."""
     lacking = missing_extensions(summary.get("extensions"))
     try:
         saved = from_dict({name: summary[name] for name in ("model", "lora") if summary.get(name) is not None})
@@ -93,7 +96,7 @@ def model_of(summary: Mapping[str, Any], folder: Path) -> Config:
 
 
 def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
-    """Raise UserError for a checkpoint of another model, naming the first option that differs."""
+    """Raise UserError if a checkpoint has another model than the run; the message names the first different option."""
     made_with = model_of(summary, folder).model
     expected, saved = (dict(_leaves(as_data(model, chosen=True))) for model in (config.model, made_with))
     # The projector last: its width follows from the language model's, whose option is the one to name.
@@ -108,7 +111,7 @@ def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of nested mappings with its dotted name."""
+    """Yield (dotted name, value) for each value of nested mappings."""
     for name, value in data.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")
@@ -117,7 +120,7 @@ def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
-    """Raise UserError for a checkpoint whose model or optimizer state does not belong to this run."""
+    """Raise UserError if a checkpoint's model, adapters or optimizer state do not fit this run's configuration."""
     if (lacking := missing_extensions(summary.get("extensions"))) is not None:
         raise UserError(f"checkpoint {folder} was made with {lacking}: add that to go on")
     check_model(summary, config, folder)
@@ -142,7 +145,7 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
 
 
 def check_data(summary: dict[str, Any], data: Mapping[str, Any], folder: Path, *, accept: bool) -> str | None:
-    """Raise UserError for a checkpoint of a run on other data, or return a warning if `accept` is set."""
+    """Raise UserError if a checkpoint was trained on other data or, with `accept`, return a warning."""
     saved = summary.get("data")
     changed = difference(saved, dict(data)) if isinstance(saved, dict) else None
     if changed is None:
@@ -153,7 +156,7 @@ def check_data(summary: dict[str, Any], data: Mapping[str, Any], folder: Path, *
     raise UserError(f"{made}. Use what it had, or give --accept-changed-data")
 
 
-# They change how the run goes on, not what the saved tensors mean.
+# Options that may change on resume: the saved tensors keep their meaning.
 _MAY_CHANGE = (
     *("published", "init_method_std", "attention_dropout", "hidden_dropout", "freeze"),
     *("pooling", "temperature", "symmetric", "matryoshka_widths", "query_prefix", "document_prefix"),
