@@ -1,7 +1,7 @@
-"""PaliGemma 2: SigLIP, a linear projector and Gemma 2, whose scores and logits have bounds.
+"""PaliGemma 2: SigLIP, a linear projector and Gemma 2, with soft caps on attention scores and logits.
 
-A sample is a prompt, whose tokens attend to one another both ways, and the one answer to it that is trained. The text
-is plain: images, then `<bos>`, the question and a line break.
+A sample is a prompt, whose tokens attend to each other in both directions, and a single answer, which is trained. The
+prompt is plain text: images, then `<bos>`, the question and a line break.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VISION: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """PaliGemmaConfig with a Gemma2Config."""
+    """Return the `ModelConfig` of a PaliGemmaConfig with a Gemma2Config."""
     text = settings.section("text_config")
     text.require("model_type", "gemma2", why="PaliGemma 2 alone is known here")
     language = _language(text, tied=settings.get("tie_word_embeddings", True))
@@ -46,7 +46,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def _language(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Gemma2Config."""
+    """Return the language model of a Gemma2Config."""
     text.require("use_bidirectional_attention", True, why="PaliGemma's prompts attend both ways")
     gemma = gemma3.gemma(text, tied=tied, vocabulary=256000, positions=8192)
     usual = ["full_attention" if number % 2 else "sliding_attention" for number in range(gemma.num_layers)]
@@ -64,7 +64,7 @@ def _language(text: Settings, *, tied: bool) -> LanguageConfig:
 
 
 def _bound(text: Settings, name: str, default: float) -> float | None:
-    """Return a bound; null is none."""
+    """Return a soft cap; None if the setting is null."""
     return None if text.values.get(name, default) is None else float(text.get(name, default))
 
 
@@ -77,7 +77,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return the model's inputs; the tokens of prompts are of type 0."""
+    """Return the model's inputs. token_type_ids are 0 for the tokens of prompts and 1 for others."""
     import torch
 
     types = torch.ones_like(batch.text.tokens)

@@ -1,4 +1,4 @@
-"""Pixtral (a LLaVA with a Pixtral tower): RMSNorm, SwiGLU and 2-D rotary positions, images of any size, Mistral."""
+"""Pixtral (a LLaVA with a Pixtral tower): RMSNorm, SwiGLU and 2-D rotary embeddings, any image size, Mistral."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMAGE = "[IMG]"
 
 
 def config(settings: Settings) -> ModelConfig:
-    """LlavaConfig with a PixtralVisionConfig."""
+    """Return the `ModelConfig` of a LlavaConfig with a PixtralVisionConfig."""
     text, tower = settings.section("text_config"), settings.section("vision_config")
     settings.require("vision_feature_layer", -1, why="only features of the last layer are known here")
     settings.require("vision_feature_select_strategy", "full", why="Pixtral has no class token to drop")
@@ -39,7 +39,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def vision(tower: Settings) -> VisionConfig:
-    """PixtralVisionConfig."""
+    """Return the vision tower of a PixtralVisionConfig."""
     if tower.get("hidden_act", "gelu") != "silu":
         refuse(tower, "hidden_act", "only SwiGLU (silu) is known here")
     rope = tower.section("rope_parameters")
@@ -60,7 +60,7 @@ def vision(tower: Settings) -> VisionConfig:
 
 
 def vision_table(vision: VisionConfig, prefix: str) -> Table:
-    """PixtralVisionModel below `prefix`."""
+    """Return the table of a PixtralVisionModel whose file names begin with `prefix`."""
     table: Table = {"patch_embed.proj.weight": Rename(f"{prefix}patch_conv.weight", view=kernel(vision))}
     table |= linear("patch_embed.norm", f"{prefix}ln_pre", bias=False)
     for layer, hf_layer in blocks(vision, f"{prefix}transformer.layers."):
@@ -76,7 +76,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return the model's inputs; images are padded at the right and the bottom to the largest, as Transformers does."""
+    """Return the model's inputs. Images are padded at the right and bottom to one size, as Transformers does."""
     import torch
     from torch.nn.functional import pad
 
@@ -95,7 +95,7 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsOfFeatures(Processor):
-    """Shrinks an image to at most `edge` pixels a side, and writes a mark after each row of features."""
+    """Shrinks an image to at most `edge` pixels a side, rounded up to whole features; a marker ends each row."""
 
     edge: int
     row_end: str = "[IMG_BREAK]"
@@ -103,7 +103,7 @@ class RowsOfFeatures(Processor):
 
     @property
     def factor(self) -> int:
-        """Return the side of a feature in pixels, of which an image's sides are multiples."""
+        """Return the side of a feature in pixels; sides of resized images are multiples of it."""
         return self.patch_size * self.projector.pixel_shuffle
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
@@ -116,7 +116,7 @@ class RowsOfFeatures(Processor):
         return [self._resize(pixels, *self._resized((pixels.shape[0], pixels.shape[1])))]
 
     def _resized(self, size: Size) -> Size:
-        """Return the sides, as multiples of `factor`. Raises BadSample for an image that shrinks to nothing."""
+        """Return the resized (height, width), multiples of `factor`. Raises BadSample if a side shrinks to zero."""
         ratio = max(size[0] / self.edge, size[1] / self.edge, 1)
         height, width = (int(side / ratio) for side in size)
         if not height or not width:
@@ -125,7 +125,7 @@ class RowsOfFeatures(Processor):
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the processor with the file's size and the model's patches, as Transformers' processor combines them."""
+    """Return the image processor with the file's size and the model's patch size, as in Transformers."""
     size = options["size"]
     if not has_only(size, "longest_edge"):
         raise UserError("size in preprocessor_config.json must give longest_edge, and nothing else")

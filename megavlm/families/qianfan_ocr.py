@@ -1,6 +1,6 @@
-"""Qianfan-OCR: InternVL's tower, projector and tiles before Qwen3, in files of InternVL's first format.
+"""Qianfan-OCR: InternVL's tower, projector and tiles with Qwen3, in files with InternVL's original tensor names.
 
-In training, Transformers leaves out branches of the tower's layers at random (`drop_path_rate`). Here all are computed.
+Transformers drops branches of the tower's layers at random in training (`drop_path_rate`); all are computed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megavlm.families.shared.vision import intern_table
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import Json
 
-# Parts of the tower's names in a model that Transformers has loaded, and in files.
+# Parts of the tower's tensor names: in a model loaded by Transformers → in files.
 _STORED = {
     "patch_embeddings.projection": "patch_embedding",
     "cls_token": "class_embedding",
@@ -37,13 +37,13 @@ _STORED = {
 
 @dataclass(frozen=True)
 class _InFiles(NamePrefixes):
-    """Names as in files; `inner` precedes layers of the language model, where Transformers 5.23 saves "encoder."."""
+    """Names as in files. `inner` precedes layers of the language model ("encoder." in files of Transformers 5.23)."""
 
     inner: str = ""
 
 
 def config(settings: Settings) -> ModelConfig:
-    """QianfanOCRConfig."""
+    """Return the `ModelConfig` of a QianfanOCRConfig."""
     tower = with_defaults(settings.section("vision_config"), {"attention_bias": True})
     tower.require("use_qk_norm", False, why="how files name the norms is not known here")
     text = with_defaults(settings.section("text_config"), {"model_type": "qwen3"})
@@ -65,7 +65,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def _stored_tower(vision: VisionConfig, prefix: str) -> Table:
-    """Return the table of the tower in files, where queries, keys and values of a layer are one tensor."""
+    """Return the table of the tower as stored in files, where a layer's queries, keys and values are one tensor."""
     names: Table = {}
     for name, rule in intern_table(vision, prefix, "encoder.layers.").items():
         hf_name = rule.hf_names[0]
@@ -78,7 +78,7 @@ def _stored_tower(vision: VisionConfig, prefix: str) -> Table:
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return InternVL's processor; chat templates write `<image>` for an image."""
+    """Return InternVL's image processor with `<image>` as the placeholder of chat templates."""
     return replace(internvl.build_processor(options, model, shared), placeholder="<image>")
 
 

@@ -1,7 +1,7 @@
-"""Qwen2-VL and Qwen2.5-VL: a ViT with 2-D rotary positions, 2×2 merger, and Qwen2 or Qwen2.5 with M-RoPE.
+"""Qwen2-VL and Qwen2.5-VL: a ViT with 2-D rotary embeddings, 2×2 merger, and Qwen2 or Qwen2.5 with M-RoPE.
 
-Qwen2.5-VL's tower attends in windows, and has RMSNorms and SwiGLU. The merger's norm is over single patches, before
-they are merged: here it is `vision.norm`, trained with the tower.
+Qwen2.5-VL's tower has window attention, RMSNorm and SwiGLU. The merger's norm applies to single patches before they
+are merged: here it is `vision.norm`, trained with the tower.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ WINDOWED_VISION: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Qwen2VLConfig."""
+    """Return the `ModelConfig` of a Qwen2VLConfig."""
     tower = _renamed(with_defaults(settings.section("vision_config"), _VISION))
     return model_config(settings, tower=tower, vision=_vision(tower), text=_language(settings))
 
 
 def windowed_config(settings: Settings) -> ModelConfig:
-    """Qwen2_5_VLConfig."""
+    """Return the `ModelConfig` of a Qwen2_5_VLConfig."""
     tower = with_defaults(settings.section("vision_config"), WINDOWED_VISION)
     steps, text = tower.get("tokens_per_second", 4), _language(settings)
     return model_config(settings, tower=tower, vision=windowed(tower), text=text, steps_per_second=steps)
 
 
 def _renamed(tower: Settings) -> Settings:
-    """Return the tower's section as Qwen2.5-VL writes it, where `hidden_size` is the tower's own width."""
+    """Return the tower's section with Qwen2.5-VL's names, where `hidden_size` is the tower's own width."""
     width = tower.need("embed_dim")
     names = {
         "hidden_size": width,
@@ -80,14 +80,14 @@ def _renamed(tower: Settings) -> Settings:
 
 
 def _language(settings: Settings) -> LanguageConfig:
-    """Return the language model of Qwen2-VL and Qwen2.5-VL. Published checkpoints keep its settings at the top."""
+    """Return the language model of Qwen2-VL or Qwen2.5-VL. Published checkpoints have its settings at the top level."""
     nested = "text_config" in settings.values
     text = with_defaults(settings.section("text_config") if nested else settings, _TEXT)
     return text_model(text, kind="qwen2", tied=is_tied(settings, text), section=(16, 24, 24), interleaved=False)
 
 
 def _tower(tower: Settings, **options: Any) -> VisionConfig:
-    """Return the tower of Qwen2-VL and Qwen2.5-VL, which differ in `options`."""
+    """Return the vision tower of Qwen2-VL or Qwen2.5-VL; the two differ in `options`."""
     sizes = vision_sizes(tower)
     return VisionConfig(
         **sizes,
@@ -103,7 +103,7 @@ def _vision(tower: Settings) -> VisionConfig:
 
 
 def windowed(tower: Settings) -> VisionConfig:
-    """Return Qwen2.5-VL's tower."""
+    """Return the vision tower of a Qwen2_5_VLConfig, with window attention."""
     tower.require("hidden_act", "silu", why="only SwiGLU is known here")
     return _tower(
         tower,

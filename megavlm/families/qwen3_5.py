@@ -1,8 +1,8 @@
 """Qwen3.5, 3.6 and 3.8: Qwen3-VL's tower without DeepStack, and a hybrid of linear and gated softmax attention.
 
-Three of four layers are GatedDeltaNet. Norms multiply by 1 + weight, but for the one inside linear attention. A layer
-that predicts a further token (`mtp.*`, with softmax attention) is trained with `model.language.mtp_layers`, and
-otherwise carried along.
+Three of four layers are GatedDeltaNet. Norms multiply by 1 + weight, except for the norm inside linear attention. A
+layer that predicts a further token (`mtp.*`, with softmax attention) is trained if `model.language.mtp_layers` is set,
+and is exported unchanged otherwise.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _MARKS = {"image_token_id": 248056, "video_token_id": 248057}
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Qwen3_5Config."""
+    """Return the `ModelConfig` of a Qwen3_5Config."""
     return _model(settings, with_defaults(settings.section("text_config"), _TEXT))
 
 
 def moe_config(settings: Settings) -> ModelConfig:
-    """Qwen3_5MoeConfig. Weights of a token's experts add up to 1."""
+    """Return the `ModelConfig` of a Qwen3_5MoeConfig. The weights of a token's experts add up to 1."""
     text = with_defaults(settings.section("text_config"), _MOE_TEXT)
     return replace(_model(settings, text), experts=shared_qwen_experts(text))
 
@@ -71,13 +71,15 @@ def _model(settings: Settings, text: Settings) -> ModelConfig:
 
 
 def text_model(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Return the model of a Qwen3_5TextConfig that is the language model of another architecture."""
+    """Return the language model of a Qwen3_5TextConfig that is part of another architecture."""
     text = with_defaults(text, _TEXT)
     return hybrid(qwen_text_model(text, kind="qwen3", tied=tied, section=_SECTION, interleaved=True), text)
 
 
 def hybrid(language: LanguageConfig, text: Settings) -> LanguageConfig:
-    """Return a language model with what Qwen3.5 adds to Qwen3: linear attention, a gate, other norms and rotation."""
+    """Return a Qwen3 model with the changes of Qwen3.5: linear attention, output gate, 1 + weight norms, partial rotary
+    embeddings.
+    """
     if not text.get("attn_output_gate", True):
         refuse(text, "attn_output_gate", "attention is known with a gate on its output")
     if text.need("linear_num_value_heads") % text.need("linear_num_key_heads"):

@@ -1,12 +1,12 @@
 """Qwen3-VL: a ViT with learned and rotary positions, 2×2 mergers, DeepStack, and Qwen3 or Qwen3-MoE with interleaved
 M-RoPE.
 
-The merger's norm is over single patches, before they are merged: here it is `vision.norm`, trained with the tower.
-The mergers of DeepStack have it after merging: they are layers `deepstack.*` here, trained with the projector. Each
-pair of a video's frames is an image among text, which says its time.
+The merger's norm applies to single patches before they are merged: here it is `vision.norm`, trained with the tower.
+DeepStack's mergers have their norm after merging: they are layers `deepstack.*` here, trained with the projector. Each
+pair of a video's frames is a run of tokens after a text with its time.
 
-Published files hold the matrices of experts transposed. Transformers transposes a tensor that does not fit, and saves
-what it loaded as it has it: files of a model that it trained are not transposed.
+Published files store the matrices of experts transposed. Transformers transposes such tensors when it loads them, and
+saves them in its own layout, so files of a model that it trained are not transposed.
 """
 
 from __future__ import annotations
@@ -67,12 +67,15 @@ _VISION: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Qwen3VLConfig."""
+    """Return the `ModelConfig` of a Qwen3VLConfig."""
     return whole_model(settings, with_defaults(settings.section("text_config"), _TEXT), kind="qwen3")
 
 
 def moe_config(settings: Settings) -> ModelConfig:
-    """Qwen3VLMoeConfig. Weights of a token's experts add up to 1 in Transformers, whatever `norm_topk_prob` says."""
+    """Return the `ModelConfig` of a Qwen3VLMoeConfig.
+
+    As in Transformers, the weights of a token's experts add up to 1, whatever `norm_topk_prob` is.
+    """
     text = with_defaults(settings.section("text_config"), _MOE_TEXT)
     model = whole_model(settings, text, kind="qwen3_moe")
     return replace(model, experts=qwen_experts(text, layers=model.language.num_layers, normalized=True))
@@ -81,7 +84,7 @@ def moe_config(settings: Settings) -> ModelConfig:
 def whole_model(
     settings: Settings, text: Settings, *, kind: str, section: tuple[int, ...] = (24, 20, 20)
 ) -> ModelConfig:
-    """Return the model of a config.json whose language model is of the type `kind` and described by `text`."""
+    """Return the `ModelConfig` of a config.json; its language model is of type `kind` with the settings `text`."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
     tied = settings.get("tie_word_embeddings", False)
     model = text_model(text, kind=kind, tied=tied, section=section, interleaved=True)
@@ -105,7 +108,7 @@ def _vision(tower: Settings) -> VisionConfig:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return what the other Qwen-VL models take, without positions: here they follow from the tokens."""
+    """Return the inputs of the other Qwen-VL models without position_ids, which Qwen3-VL derives from the tokens."""
     return {name: value for name, value in qwen_inputs(batch, model).items() if name != "position_ids"}
 
 

@@ -1,9 +1,9 @@
 """SmolVLM and Idefics3: SigLIP for any grid, 3×3 or 4×4 pixel shuffle into one linear layer, Llama.
 
-A user's image is cut into square tiles and a small copy of the whole, each an image of its own here. Tiles must be
-full, as their processors make them where they split images (the default): Transformers hides a padded tile's padding
-from attention and still makes features of it, which is not known here. SmolVLM reads videos, as frames of one tile,
-each of which has its time.
+An image is cut into square tiles, followed by a small copy of the image; each is a separate image to the tower.
+Tiles must be full, which the processors ensure if they split images (the default). Padded tiles are not supported:
+Transformers masks their padding in attention and still computes features of it. SmolVLM reads a video as frames of one
+tile, each after a text with its time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megavlm.inputs.video import Budget, Clip, VideoProcessor, shown_at
 from megavlm.json_files import check
 
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
-_UNSEEN = 1  # seconds at either end of a long video of which no frame is taken
+_UNSEEN = 1  # seconds at either end of a long video from which no frame is taken
 _ONES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
@@ -42,7 +42,7 @@ _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 
 def config(settings: Settings) -> ModelConfig:
-    """SmolVLMConfig, Idefics3Config. Only the outer tie_word_embeddings counts."""
+    """Return the `ModelConfig` of a SmolVLMConfig or Idefics3Config. Only the outer tie_word_embeddings applies."""
     return ModelConfig(
         vision=idefics3(settings.section("vision_config")),
         projector=ProjectorConfig(kind="linear", pixel_shuffle=settings.get("scale_factor", 2), bias=False),
@@ -60,14 +60,14 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Images of one size, as if all belonged to one sample: features follow each other in any case."""
+    """Return the model's inputs, with all images in one sample; the features have the same order in either case."""
     pixels = {name: images[None] for name, images in pixel_values(batch, model.vision).items()}
     return {"input_ids": batch.text.tokens, **pixels}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTiles(Processor):
-    """Cuts the enlarged image into tiles, each announced by its row and column; the image itself is the last tile."""
+    """Cuts the enlarged image into tiles, each after its row and column as text; the whole image is the last tile."""
 
     edge: int
     tile: int
@@ -97,7 +97,7 @@ class SplitTiles(Processor):
         return [*cut(picture, (rows, columns)), self._resize(picture, self.tile, self.tile)]
 
     def _arrangement(self, size: Size) -> Size:
-        """(rows, columns) of tiles for an enlarged picture; (0, 0) where one tile holds it."""
+        """Return the (rows, columns) of tiles for an enlarged picture; (0, 0) for a single tile."""
         grid = whole_tiles(size, self.tile) if self.split else (1, 1)
         return (0, 0) if grid == (1, 1) else grid
 
@@ -113,7 +113,7 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
 
 @dataclass(frozen=True, kw_only=True)
 class TimedFrames(Frames):
-    """Writes the time before each frame, and how many there are and how long the video is before all of them."""
+    """Writes the time before each frame, and the number of frames and the video's length before all frames."""
 
     edge: int  # of the longer side of frames, which are made square afterwards
 
@@ -154,7 +154,7 @@ def in_words(number: int) -> str:
 
 
 def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor:
-    """Return the processor. `video_sampling` is how published folders write how many frames are taken."""
+    """Return the video processor. Published folders have the frame rate and frame count in `video_sampling`."""
     sampling = options.get("video_sampling", {})
     check(sampling, VIDEO_SAMPLING, "video_sampling in video_preprocessor_config.json")
     size = options.get("size", sampling.get("video_size", {"longest_edge": 4 * 364}))

@@ -1,7 +1,7 @@
-"""VideoLLaMA 3: SigLIP with rotary positions in place of learned ones, an MLP, and Qwen2, for images alone.
+"""VideoLLaMA 3: SigLIP with rotary embeddings instead of learned positions, an MLP, and Qwen2, for images alone.
 
-Each patch of an image is a token. Videos are not known here: 2 × 2 patches of their frames become a token, and which
-of these tokens are kept depends on the pixels.
+Each patch of an image is a token. Videos are not supported: 2 × 2 patches of a frame become one token, and the pixels
+decide which of these tokens are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megavlm.inputs.reader import HALF_PIXELS, Json, ProcessorReader
 
 
 def config(settings: Settings) -> ModelConfig:
-    """VideoLlama3Config."""
+    """Return the `ModelConfig` of a VideoLlama3Config."""
     text = settings.section("text_config")
     text.require("model_type", "qwen2", why="only Qwen2 is known here")
     return ModelConfig(
@@ -36,7 +36,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def _vision(tower: Settings) -> VisionConfig:
-    """VideoLlama3VisionConfig."""
+    """Return the vision tower of a VideoLlama3VisionConfig."""
     base = tower.section("rope_parameters").get("rope_theta", 10000.0)
     vision = siglip(tower, feature_layer=-1, post_norm=True)
     return replace(vision, position_embedding="rope2d", rotary_base=float(base))
@@ -47,7 +47,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return tokens, and patches in the order of rows, each of which is a feature."""
+    """Return tokens, and patches in row-major order; each patch is one feature."""
     import torch
 
     tokens, grids = batch.text.tokens, batch.image_sizes.grids
@@ -62,7 +62,7 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the processor. Raises UserError for one that merges patches."""
+    """Return the image processor. Raises UserError if its patch size is not the model's, or if it merges patches."""
     bounds = native_bounds(options, model)
     return NativeResolution(**bounds, start="", end="", placeholder=IMAGE, image_token=IMAGE, **shared)
 
