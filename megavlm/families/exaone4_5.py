@@ -48,7 +48,9 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def _language(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Return the language model of an Exaone4Config. If sliding_window is null, all layers have rotary embeddings."""
+    """Return the language model of an Exaone4Config. A null sliding_window needs full attention in all layers,
+    which then all have rotary embeddings.
+    """
     base = language(with_defaults(text, _TEXT), kind="qwen3", tied=tied)
     window = text.get("sliding_window", 4096) if text.values.get("sliding_window", 4096) is not None else None
     every = text.get("sliding_window_pattern", 4) if "layer_types" not in text.values else 4

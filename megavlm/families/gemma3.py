@@ -65,7 +65,7 @@ def language(text: Settings, *, tied: bool) -> LanguageConfig:
 
 
 def gemma(text: Settings, *, tied: bool, vocabulary: int, positions: int) -> LanguageConfig:
-    """Return the language model settings that Gemma 2 and Gemma 3 share.
+    """Return a language model with the settings that Gemma 2 and Gemma 3 share.
 
     `vocabulary` and `positions` are defaults of the configuration class.
     """

@@ -36,7 +36,7 @@ def config(settings: Settings) -> ModelConfig:
     if factor != int(factor):
         refuse(settings, "downsample_ratio", "it must be 1/N")
     text = settings.section("text_config")
-    # The outer setting decides where it is given; checkpoints from before Transformers 5 have the inner one alone.
+    # The outer setting takes precedence; checkpoints from before Transformers 5 have only the inner one.
     tied = settings.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return ModelConfig(
         vision=intern(settings.section("vision_config"), feature_layer=settings.get("vision_feature_layer", -1)),

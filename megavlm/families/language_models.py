@@ -1,4 +1,4 @@
-"""Families of standalone language models, for --language-from: Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3."""
+"""Families of standalone language models, for --language-from: Llama, Mistral, Qwen2, Qwen3 (also MoE), DeepSeek-V3."""
 
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ def _max_tiles(settings: Settings) -> int:
 
 
 def tiling(settings: Settings) -> Tiling:
-    """Return a function from an image's size to its tile grid: Transformers' model selects the best resolution itself.
+    """Return a function from an image's size to its tile grid, that of the best size in `image_grid_pinpoints`.
 
-    The resolutions are `image_grid_pinpoints`.
+    Transformers' model computes the same grid itself.
     """
     side = settings.section("vision_config").get("image_size", DEFAULT_RESOLUTIONS[0][0])
     resolutions = [(height, width) for height, width in settings.get("image_grid_pinpoints", DEFAULT_RESOLUTIONS)]

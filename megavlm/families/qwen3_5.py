@@ -39,7 +39,7 @@ _TEXT: dict[str, Any] = {
 _MOE_TEXT: dict[str, Any] = {
     **_TEXT,
     "hidden_size": 2048,
-    "intermediate_size": 512,  # of no layer
+    "intermediate_size": 512,  # not used by any layer
     "num_hidden_layers": 40,
     "num_key_value_heads": 2,
     "num_experts": 256,

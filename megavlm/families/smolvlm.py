@@ -121,7 +121,7 @@ class TimedFrames(Frames):
         count, rate = len(clip.times), clip.rate
         frames = max(min(round(count / rate * budget.fps), budget.max_frames), 1)
         first, last = 0, count - 1
-        if count / rate - 2 * _UNSEEN > budget.max_frames * budget.fps:  # compared by the reference, so here too
+        if count / rate - 2 * _UNSEEN > budget.max_frames * budget.fps:  # as in the reference
             inside = int(_UNSEEN * rate), min(int(count - _UNSEEN * rate), count - 1)
             first, last = inside if inside[0] < inside[1] else (first, last)
         return shown_at(clip, np.linspace(first, last, frames, dtype=int).tolist())

@@ -36,7 +36,7 @@ def _family(connector: Connector) -> Family:
         table=partial(_table, connector),
         name_prefixes=names,
         parts=(PROJECTOR,),
-        unused=(".*",),  # a whole model has other parts
+        unused=(".*",),  # the folder of a whole model also has other weights
         partial=True,
     )
 

@@ -57,7 +57,7 @@ def feature_kinds(batch: MicroBatch, model: ModelConfig) -> tuple[Tensor, Tensor
     if model.video_token is not None:
         kinds = kinds + 2 * tokens.eq(model.video_token).int()
     counts = torch.tensor(batch.image_sizes.image_tokens(model.projector), device=tokens.device)
-    return kinds, kinds[kinds > 0][counts.cumsum(0) - 1]  # wherever padding has moved the features to
+    return kinds, kinds[kinds > 0][counts.cumsum(0) - 1]  # also if padding has moved the features
 
 
 def _by_image(batch: MicroBatch) -> tuple[Tensor, ...]:

@@ -166,7 +166,7 @@ def _rope(settings: Settings, width: int) -> dict[str, Any]:
     rope = _rope_settings(settings)
     found: dict[str, Any] = {"rotary_base": float(rope.get("rope_theta", settings.get("rope_theta", 10000.0)))}
     scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling in ("default", "dynamic", "mrope"):  # dynamic: plain up to max_position_embeddings, the limit here
+    if scaling in ("default", "dynamic", "mrope"):  # dynamic: unscaled within max_position_embeddings
         return found
     needed = {"linear": ("factor",), "llama3": _LLAMA3_ROPE, "yarn": _YARN_ROPE}.get(scaling, ())
     if missing := [name for name in needed if rope.get(name) is None]:

@@ -130,7 +130,7 @@ def attention_table(vision: VisionConfig, layer: str, hf_layer: str) -> Table:
 def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return tokens, token types (image or video), and patches in block order, with stills repeated over time.
 
-    Batches with videos also get position_ids, because the model would need the seconds between groups of frames.
+    Batches with videos also get position_ids, because the model would otherwise need the seconds between groups.
     """
     import torch
 
