@@ -1,4 +1,4 @@
-"""Copy a rank's state into memory that it shares with the process that writes it, and write its files from there.
+"""Copy a rank's state into memory shared with its writer process, and write the rank's checkpoint files from there.
 
 The memory is kept for the next save. For a GPU it is pinned, so that copies run at the speed of the bus.
 """
@@ -27,7 +27,7 @@ from megavlm.checkpoint.manifest import FileSum, SummingFile, in_words
 from megavlm.files import open_new
 
 THREADS = 2  # files of a rank, each written by a thread
-_ALIGNMENT = 64  # bytes: of every element type, and of a cache line
+_ALIGNMENT = 64  # bytes: suits every element type, and is the size of a cache line
 
 Item = tuple[MetadataIndex, torch.Tensor]
 Place = tuple[str, int, int, int]  # of an item: its file, first byte, length and folded sum
@@ -35,7 +35,7 @@ Place = tuple[str, int, int, int]  # of an item: its file, first byte, length an
 
 @dataclass(frozen=True)
 class FilePlace:
-    """The offset and size, in bytes, of an item in the shared memory."""
+    """Place of an item in the shared memory (offset and size in bytes), with its type and shape."""
 
     index: MetadataIndex
     offset: int
@@ -48,10 +48,10 @@ Places = Mapping[str, Sequence[FilePlace]]  # by file
 
 
 class Staging(SharedMemory):
-    """The shared memory of a rank. Processes that are forked once it is made share it, however large it becomes."""
+    """The shared memory of a rank. Processes forked after its creation share it, also when it grows later."""
 
     def copy(self, files: Mapping[str, Sequence[Item]]) -> Places:
-        """Copy items into the memory, wait until the copies are done, and return where each item is."""
+        """Copy items into the memory, wait until the copies are done, and return the place of each item."""
         places: dict[str, list[FilePlace]] = {}
         end = 0
         for name, items in files.items():
@@ -72,7 +72,7 @@ class Staging(SharedMemory):
 
 
 def items_at(memory: SharedMemory, places: Places) -> dict[str, list[Item]]:
-    """Return the items of files as they are in the memory; they are not copied."""
+    """Return the items of files as views of the shared memory, without a copy."""
     return {name: [(each.index, _at(memory, each)) for each in of_file] for name, of_file in places.items()}
 
 
@@ -86,18 +86,18 @@ def _place(index: MetadataIndex, data: torch.Tensor, offset: int) -> FilePlace:
 
 @dataclass(frozen=True)
 class Written:
-    """Where the items of a rank's files are, by tensor and offsets, and the sums of these files."""
+    """Result of writing a rank's files: the place of each item, and the checksums of the files."""
 
     places: Sequence[tuple[str, Sequence[int], Place]]
     sums: Mapping[str, FileSum]
 
 
 class SaveError(Exception):
-    """Is raised when a file of a checkpoint cannot be written. The message says which and why, in one line."""
+    """A file of a checkpoint cannot be written. The message names file and reason in one line."""
 
 
 class NotFinite(SaveError):
-    """Is raised for state that has a NaN or an infinity. The message is the name of the tensor."""
+    """State to save has a NaN or an infinity. The message is the name of the tensor."""
 
 
 def write_share(
@@ -107,9 +107,9 @@ def write_share(
     *,
     go_on: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Write a rank's files; return where their items are, and the files' sums.
+    """Write a rank's files; return the places of their items, and the files' checksums.
 
-    `go_on` is called before each piece of a file; what it raises ends the write.
+    `go_on` is called before each piece of a file; an exception from it ends the write.
 
     Raises NotFinite for a tensor that has a NaN or an infinity, SaveError if a file cannot be written.
     """
@@ -126,14 +126,14 @@ def write_share(
 
     with without_record_sums(), ThreadPoolExecutor(THREADS) as pool:
         for _ in pool.map(write, [*files, *whole]):
-            pass  # an error of any is raised here
+            pass  # raises the first error of a file
     return Written(places, sums)
 
 
 def write_file(
     path: Path, content: Iterable[Item] | bytes, go_on: Callable[[], None] = lambda: None
 ) -> tuple[list[tuple[str, Sequence[int], Place]], FileSum]:
-    """Write and flush one file; return where its items are and its sum. Raises SaveError."""
+    """Write and flush one file; return the places of its items, and its checksum. Raises SaveError."""
     places: list[tuple[str, Sequence[int], Place]] = []
     stream = None
     try:
@@ -153,7 +153,7 @@ def write_file(
     except OSError as error:
         raise SaveError(f"{path.name} cannot be written: {in_words(error)}") from error
     except RuntimeError as error:
-        # torch's archive goes on after a write that failed, and complains of that.
+        # torch's archive continues after a failed write, and raises an error of its own.
         cause = stream.error if stream is not None else None
         if cause is not None and not isinstance(cause, OSError):
             raise cause from error
@@ -162,7 +162,7 @@ def write_file(
 
 
 def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written]) -> None:
-    """Write `items.json`, which says where all ranks' tensors are, and torch's `.metadata`. Raises SaveError."""
+    """Write `items.json`, with the places of all ranks' tensors, and torch's `.metadata`. Raises SaveError."""
     try:
         spots = [(MetadataIndex(name, torch.Size(at)), place) for each in written for name, at, place in each.places]
         results = [
@@ -175,23 +175,24 @@ def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written])
 
 
 def _is_bad(data: torch.Tensor) -> bool:
-    """Return whether a tensor has a NaN or an infinity; types of one byte are not looked at."""
+    """Return whether a tensor has a NaN or an infinity; False for types of one byte, which are not checked."""
     if not data.is_floating_point() or data.itemsize == 1 or not data.numel():
         return False
     return not bool(torch.stack(torch.aminmax(data)).isfinite().all())
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in host memory, row-major in a storage of its own: `torch.save` writes storages as they are."""
+    """Return a tensor in host memory, row-major, in its own storage: `torch.save` writes whole storages."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 @contextmanager
 def without_record_sums() -> Iterator[None]:
-    """Make `torch.save` skip the checksum of each record: it takes four times as long as writing, and nobody reads it.
+    """Make `torch.save` skip the checksum of each record, which takes four times as long as writing and is never read.
 
-    Up to torch 2.12 the setting is the process's, later each thread's: the starter of threads and they enter it.
+    Up to torch 2.12 the setting holds for the process, later for each thread: so the starter of threads enters this
+    context, and each thread does.
     """
     before = get_crc32_options()
     set_crc32_options(False)

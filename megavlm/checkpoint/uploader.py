@@ -1,8 +1,8 @@
-"""Copy each checkpoint of a run to a store while the run trains on: `python -m megavlm.checkpoint.uploader`.
+"""Upload each checkpoint of a run to a store while training continues: `python -m megavlm.checkpoint.uploader`.
 
-A process of its own does it, beside the one that writes. It remembers nothing: what is in RUN_DIR/checkpoints and not
-in the store is to be copied, the newest first; where one is killed, another goes on. It ends with the run that started
-it. No torch.
+The uploader is a separate process, also from the writer. It keeps no state: it uploads the checkpoints that are in
+RUN_DIR/checkpoints and not in the store, the newest first, so another one can replace an uploader that was killed. It
+ends with the run that started it. No torch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megavlm.errors import UserError
 from megavlm.resilience import events
 from megavlm.storage.store import Store, StoreError
 
-FINISH = "finish\n"  # what the run writes when no checkpoint will follow
-_LOOK = 1.0  # seconds between looks for checkpoints
+FINISH = "finish\n"  # the run writes this line when no checkpoint will follow
+_LOOK = 1.0  # seconds between searches for checkpoints
 _LONGEST_PAUSE = 60.0  # seconds between attempts
-_TELL_AGAIN = 600.0  # seconds after which a failure that lasts is told again
+_TELL_AGAIN = 600.0  # seconds after which a lasting failure is reported again
 GIVE_UP = 600.0  # seconds without a success, once no checkpoint will follow
 
 
@@ -40,14 +40,14 @@ class Mirror:
     root: Path  # RUN_DIR/checkpoints
     store: Store
     keep: Keep
-    _there: dict[int, str | None] | None = None  # complete in the store → which save wrote it
+    _there: dict[int, str | None] | None = None  # iteration of a complete copy in the store → the save that wrote it
     _metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
     _parts: dict[tuple[int, str | None], set[str]] = field(default_factory=dict)  # files that are copied already
-    _done: set[tuple[int, str | None]] = field(default_factory=set)  # copied
-    refused: set[tuple[int, str | None]] = field(default_factory=set)  # not what was saved
+    _done: set[tuple[int, str | None]] = field(default_factory=set)  # copied checkpoints
+    refused: set[tuple[int, str | None]] = field(default_factory=set)  # damaged checkpoints
 
     def due(self) -> Path | None:
-        """Return the newest checkpoint that is to be copied next; None if there is none. Raises StoreError."""
+        """Return the newest checkpoint that is not copied yet; None if all are copied or damaged. Raises StoreError."""
         for iteration, folder in reversed(folders.complete(self.root)):
             save = (iteration, attempt_of(folder))
             if self._copies().get(iteration, "") != save[1] and save not in self._done | self.refused:
@@ -55,8 +55,9 @@ class Mirror:
         return None
 
     def copy(self, folder: Path, go_on: remote.GoOn) -> int | None:
-        """Copy a checkpoint; return the bytes that moved, and None, without a copy, if the run has deleted it
-        meanwhile. Raises StoreError, and UserError for one that is not what was saved.
+        """Copy a checkpoint and return the number of bytes moved; None, without a copy, if the run has deleted it.
+
+        Raises StoreError, and UserError for a damaged checkpoint.
         """
         iteration, attempt = int(folder.name[5:]), attempt_of(folder)
         holds = Holds()
@@ -72,7 +73,7 @@ class Mirror:
         finally:
             holds.release()
         self._copies()[iteration] = attempt
-        self._done.add((iteration, attempt))  # and not again, although the rule may take the copy away
+        self._done.add((iteration, attempt))  # `due` never returns it again, even if `prune` deletes the copy
         self._metrics[iteration] = metrics_of(folder)
         self._parts.clear()
         return moved
@@ -85,12 +86,12 @@ class Mirror:
         return self._there
 
     def prune(self) -> None:
-        """Delete the copies that the rule does not keep. Raises StoreError.
+        """Delete the copies in the store that the rule `keep` does not keep. Raises StoreError.
 
-        It is asked of the copies alone: newer checkpoints that are not copied yet must not take their place.
+        The rule is applied to the copies alone: newer checkpoints that are not copied yet must not replace them.
         """
         newest = max(dict(folders.complete(self.root)), default=-1)
-        there = [iteration for iteration in self._copies() if iteration <= newest]  # not of a future that was left
+        there = [iteration for iteration in self._copies() if iteration <= newest]  # not those of an abandoned branch
         best = self.keep.best
         metric = {each: found[best] for each, found in self._metrics.items() if best is not None and best in found}
         for iteration in set(there) - kept(there, self.keep, metric):
@@ -99,17 +100,17 @@ class Mirror:
 
 
 class Uploader:
-    """Copies what is due, again and again, and tells how it went in RUN_DIR/events.jsonl."""
+    """Copies due checkpoints one after the other, and records results and failures in RUN_DIR/events.jsonl."""
 
     def __init__(self, run_dir: Path, mirror: Mirror) -> None:
         self._run_dir, self._mirror = run_dir, mirror
-        self._failing: str | None = None  # what was told of a failure that lasts
+        self._failing: str | None = None  # the reported reason of a failure that lasts
         self._told = 0.0
         self._pause = 1.0
         self.success = time.monotonic()
 
     def turn(self) -> bool:
-        """Copy one checkpoint if one is due; return whether nothing is. After a failure, wait a little."""
+        """Copy one checkpoint if one is due; return True if none is due. After a failure, pause."""
         began, folder = time.monotonic(), None
         try:
             if (folder := self._mirror.due()) is None:
@@ -138,7 +139,7 @@ class Uploader:
 
     def _fail(self, folder: Path | None, reason: str) -> None:
         if folder is not None and not folder.is_dir():
-            return  # it was deleted meanwhile, which --keep-checkpoints asks for
+            return  # the run has deleted the checkpoint meanwhile, by --keep-checkpoints
         if reason != self._failing or time.monotonic() - self._told > _TELL_AGAIN:
             iteration = int(folder.name[5:]) if folder is not None else None
             events.record(self._run_dir, "upload_failed", iteration=iteration, reason=reason)
@@ -155,7 +156,10 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """Read what to do from a line of stdin, and do it until stdin ends, or until all is copied after FINISH."""
+    """Read the job, a line of JSON on stdin, and upload until stdin ends or, after FINISH, until all is copied.
+
+    The exit status is 1 if, after FINISH, a checkpoint was damaged or nothing succeeded for GIVE_UP seconds.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which ends this process when it ends
     os.nice(5)  # training comes first
@@ -177,7 +181,7 @@ def main() -> None:
 
 
 def _listen(finish: threading.Event) -> None:
-    """End with the run: a checkpoint that is copied in part has no manifest, and the next run copies it."""
+    """Set `finish` on FINISH, and exit when stdin ends: the next run's uploader copies what is incomplete."""
     for line in sys.stdin:
         if line == FINISH:
             finish.set()
@@ -185,7 +189,7 @@ def _listen(finish: threading.Event) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End when the run's process has ended, although another process may hold its end of stdin."""
+    """Exit when the run's process has ended: stdin may stay open, as another process may hold its other end."""
     while os.getppid() == parent:
         time.sleep(_LOOK)
     os._exit(0)
