@@ -48,8 +48,9 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def _language(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Return the language model of an Exaone4Config. A null sliding_window needs full attention in all layers,
-    which then all have rotary embeddings.
+    """Return the language model of an Exaone4Config.
+
+    A null sliding_window needs full attention in all layers, and all layers then have rotary embeddings.
     """
     base = language(with_defaults(text, _TEXT), kind="qwen3", tied=tied)
     window = text.get("sliding_window", 4096) if text.values.get("sliding_window", 4096) is not None else None

@@ -77,8 +77,9 @@ def text_model(text: Settings, *, tied: bool) -> LanguageConfig:
 
 
 def hybrid(language: LanguageConfig, text: Settings) -> LanguageConfig:
-    """Return a Qwen3 model with the changes of Qwen3.5: linear attention, output gate, 1 + weight norms, partial rotary
-    embeddings.
+    """Return a Qwen3 model with the changes of Qwen3.5.
+
+    These are linear attention, an output gate, 1 + weight norms and partial rotary embeddings.
     """
     if not text.get("attn_output_gate", True):
         refuse(text, "attn_output_gate", "attention is known with a gate on its output")

@@ -34,8 +34,9 @@ def qwen_experts(text: Settings, *, layers: int, normalized: bool) -> ExpertsCon
 
 
 def shared_qwen_experts(text: Settings) -> ExpertsConfig:
-    """Return the experts of a Qwen3_5MoeTextConfig: every layer has experts with weights that add up to 1, and one
-    gated shared expert.
+    """Return the experts of a Qwen3_5MoeTextConfig.
+
+    Every layer has experts with weights that add up to 1, and one gated shared expert.
     """
     return ExpertsConfig(
         num_experts=text.get("num_local_experts", text.need("num_experts")),
@@ -47,8 +48,9 @@ def shared_qwen_experts(text: Settings) -> ExpertsConfig:
 
 
 def glm_experts(text: Settings, *, layers: int) -> ExpertsConfig:
-    """Return the experts of a Glm4vMoeTextConfig or DeepseekV3Config: sigmoid scores, a bias that only affects which
-    experts are selected, and shared experts.
+    """Return the experts of a Glm4vMoeTextConfig or DeepseekV3Config.
+
+    They have sigmoid scores, a bias that only affects which experts are selected, and shared experts.
     """
     topk, width = text.get("num_experts_per_tok", 8), text.get("moe_intermediate_size", 1408)
     groups, of_groups = text.get("n_group", 1), text.get("topk_group", 1)
