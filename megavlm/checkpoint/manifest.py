@@ -1,12 +1,12 @@
 """Write and check the manifest of a checkpoint: size and checksum of each of its files. No torch.
 
-The manifest is written last: a folder without it is no checkpoint, whatever its name, since not every file system
-renames a folder in one piece. Each tensor in a file of tensors has a sum of its own (`items.py`), so that who reads it
-needs nothing else of the file.
+The manifest is written last: a folder without a manifest is no checkpoint, whatever its name, since not every file
+system renames a folder atomically. Each block of a tensor also has its own checksum (`items.py`), so that a rank can
+verify the block without reading the rest of the file.
 
 The checksum of files is CRC-32: it finds every burst of up to 32 wrong bits, and all but one of 4 · 10⁹ other damages.
-A storage system is not an attacker, and whoever can write a file can write the manifest, so SHA-256 (1.8 GB/s where
-CRC-32 has 4.0) would find no more.
+A storage system is not an attacker, and an attacker who can write a file can write the manifest. So SHA-256 (1.8 GB/s,
+CRC-32 4.0 GB/s) would find no more.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megavlm.files import replace_file
 from megavlm.paths import Escapes, open_regular, plain, read_bytes
 
 MANIFEST = "manifest.json"
-SUMMARY = "megavlm.json"  # in every checkpoint: what it is
+SUMMARY = "megavlm.json"  # the description of a checkpoint
 LARGEST = 2**24  # bytes of a manifest: 100,000 files
-TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
-_LOADED = ("state.json", "metadata.json", "items.json")  # other files that a load reads, beside SUMMARY
-_PIECE = 2**18  # bytes that are read, written or summed at once: what is summed is still in the core's cache
+TENSORS = ".distcp"  # suffix of tensor files, which are verified during a load; all other files are verified before it
+_LOADED = ("state.json", "metadata.json", "items.json")  # further files that a load reads, with SUMMARY
+_PIECE = 2**18  # bytes that are read, written or summed at once: the bytes to sum are still in the core's cache
 _FLUSH = 2**28  # bytes of a file after which it waits for the disk: no single wait is long
 _ROWS, _COLUMNS = 64, 511
 BLOCK = 8 * _ROWS * _COLUMNS  # bytes
@@ -45,16 +45,16 @@ class FileSum:
 
 
 class FoldedSum:
-    """Sums up the bytes of an item eight times as fast as CRC-32 does, so that whoever reads it can.
+    """Checksum of an item, eight times as fast as CRC-32, so that a rank can verify each item that it loads.
 
     An item is cut into blocks of 64 × 511 words of 8 bytes. In each block the words of a column are added, modulo 2⁶⁴,
     and CRC-32 sums up the totals of the columns, which are a 64th of the bytes. As in other checksums that add
-    (Fletcher 1982), additions use the widest registers of a processor: one core sums 35 GB/s where CRC-32 has 4.2.
+    (Fletcher 1982), additions use the widest registers of a processor: one core sums 35 GB/s, and 4.2 GB/s with CRC-32.
 
-    It finds a change of one word, since no other word of its column makes up for it; a run of changes of any length,
-    unless the changes of each column cancel; exchanged or misplaced pages, because a row is no multiple of a page, so
-    that words of two pages meet in other columns; a change of length, which the manifest has. It may miss two words of
-    one column that change by opposite amounts.
+    The sum finds a change of one word, since no other word of its column makes up for it; a run of changes of any
+    length, unless the changes of each column cancel; exchanged or misplaced pages, because a row is no multiple of a
+    page, so that words of two pages meet in other columns. The manifest finds a change of the file's length. The sum
+    may miss two words of one column that change by opposite amounts.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class FoldedSum:
         self._rest = bytearray()  # of a block that is not full
 
     def update(self, data: memoryview) -> None:
-        """Add bytes. It is quick where they come in blocks."""
+        """Add bytes to the sum; calls with whole blocks are fast."""
         if self._rest:
             missing = BLOCK - len(self._rest)
             self._rest += data[:missing]
@@ -78,7 +78,7 @@ class FoldedSum:
 
     @property
     def value(self) -> int:
-        """Return the sum of what came so far."""
+        """Return the sum of the bytes added so far."""
         return _folded(self._rest.ljust(BLOCK, b"\0"), self._crc) if self._rest else self._crc
 
 
@@ -88,10 +88,10 @@ def _folded(block: memoryview | bytearray, crc: int) -> int:
 
 
 class SummingFile:
-    """Writes to an open file, computes the checksum of what is written, and waits for the disk now and then."""
+    """Writes to an open file, computes checksums of the written bytes, and flushes to disk every `_FLUSH` bytes."""
 
     def __init__(self, file: IO[bytes], go_on: Callable[[], None] = lambda: None) -> None:
-        """Write to `file`; `go_on` is called before each piece, and what it raises ends the write."""
+        """Write to `file`; `go_on` is called before each piece, and an exception from it ends the write."""
         self._file, self._go_on = file, go_on
         self._bytes = self._crc = 0
         self._waiting = 0  # bytes that the disk may not have yet
@@ -117,7 +117,7 @@ class SummingFile:
         return len(whole)
 
     def end_item(self) -> int:
-        """Return the folded sum of what was written since the last call."""
+        """Return the folded sum of the bytes written since the last call."""
         ended, self._item = self._item, FoldedSum()
         return ended.value
 
@@ -128,7 +128,7 @@ class SummingFile:
         self._file.flush()
 
     def finish(self) -> None:
-        """Wait for the disk."""
+        """Flush the file to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._waiting = 0
@@ -150,9 +150,9 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileSum], *, attempt: str | None = None) -> None:
-    """Write the manifest of all files of a folder; those whose sums are not `known` are read.
+    """Write the manifest of all files of a folder; files without a `known` sum are read.
 
-    `attempt` tells this save from others of the same iteration.
+    `attempt` distinguishes this save from other saves of the same iteration.
     """
     sums = {name: known.get(name) or sum_of(folder / name) for name in sorted(_files_in(folder)) if name != MANIFEST}
     lines = [f"{json.dumps(name)}: {json.dumps(asdict(total))}" for name, total in sums.items()]
@@ -161,7 +161,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum], *, attempt: str |
 
 
 def _files_in(folder: Path) -> Iterator[str]:
-    """Yield the names of a folder's files, also of those in folders of it, without a `stat` of each."""
+    """Yield the names of all files in a folder and its subfolders, without a `stat` of each."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -171,7 +171,7 @@ def _files_in(folder: Path) -> Iterator[str]:
 
 
 def attempt_of(folder: Path) -> str | None:
-    """Return which save wrote a checkpoint; None if that is not known, or if it is none."""
+    """Return the name of the save that wrote a checkpoint; None if it is unknown or the folder has no manifest."""
     try:
         return attempt_in(read_bytes(folder / MANIFEST, at_most=LARGEST))
     except OSError:
@@ -179,7 +179,7 @@ def attempt_of(folder: Path) -> str | None:
 
 
 def attempt_in(manifest: bytes) -> str | None:
-    """Return which save wrote the checkpoint that has this manifest; None if it does not say."""
+    """Return the name of the save in the content of a manifest; None if the manifest has none."""
     try:
         found = json.loads(manifest)["attempt"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -194,12 +194,12 @@ def _whole(value: Any) -> int:
 
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:
-    """Return the sums of a checkpoint's files by name. Raises ValueError where the manifest is damaged."""
+    """Return size and checksum of each file of a checkpoint. Raises ValueError if the manifest is damaged."""
     return sums_in(read_bytes(folder / MANIFEST, at_most=LARGEST))
 
 
 def sums_in(manifest: bytes) -> dict[str, FileSum]:
-    """Return the sums of files by name that a manifest lists. Raises ValueError where it is damaged."""
+    """Return size and checksum of each file in the content of a manifest. Raises ValueError if it is damaged."""
     try:
         files = json.loads(manifest)["files"]
         sums = {name: FileSum(_whole(entry["bytes"]), _whole(entry["crc32"])) for name, entry in files.items()}
@@ -219,7 +219,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def misfit(sums: Mapping[str, FileSum], sizes: Mapping[str, int]) -> str | None:
-    """Return what the sizes of a checkpoint's files show to be wrong, by the sums in its manifest; None if nothing."""
+    """Compare a checkpoint's file names and sizes with its manifest's; return the first problem, None if all agree."""
     loaded = (name for name in sizes if "/" not in name and (name.endswith(TENSORS) or name in _LOADED))
     if unlisted := sorted(name for name in (SUMMARY, *loaded) if name not in sums):
         return f"its {MANIFEST} does not list {unlisted[0]}"
@@ -232,7 +232,7 @@ def misfit(sums: Mapping[str, FileSum], sizes: Mapping[str, int]) -> str | None:
 
 
 def first_look(folder: Path) -> str | None:
-    """Return what a quick check finds wrong, else None: it looks at file sizes and reads all files but tensors."""
+    """Check a checkpoint's file sizes, and the checksums of all files but tensors; return the first problem or None."""
     if not is_complete(folder):
         return f"it has no {MANIFEST}: it was not saved to its end, or is damaged"
     try:
@@ -243,7 +243,7 @@ def first_look(folder: Path) -> str | None:
 
 
 def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
-    """Read files (default: all) and return which of them is not as it was written; None if all are."""
+    """Read files (default: all), compare their checksums, and return the first problem; None if all are as written."""
     try:
         sums = read_manifest(folder)
         for name in sums if names is None else names:
@@ -266,9 +266,9 @@ def _unreadable(error: OSError | ValueError) -> str:
 
 
 def in_words(error: OSError) -> str:
-    """Return what the file system said."""
+    """Return the file system's message for an error."""
     return error.strerror or str(error)
 
 
 class Damaged(UserError):
-    """Is raised where the bytes of a file are not those that were written. The message names the file."""
+    """The bytes of a file differ from those that were written. The message names the file."""

@@ -1,7 +1,7 @@
-"""Save and load an optimizer's state as tensors that do not depend on how it is sharded, or on how many optimizers.
+"""Save and load optimizer state as tensors that do not depend on the sharding or on the number of optimizers.
 
-Each rank writes and reads what it holds of master weights and moments as parts of global tensors under the parameters'
-names (`parallel/shards.py`); nothing is gathered. A colocated encoder has an optimizer of its own, while an encoder in
+Each rank writes and reads its shards of master weights and moments as parts of global tensors under the parameters'
+names (`parallel/shards.py`); nothing is gathered. A colocated encoder has its own optimizer, while an encoder in
 pipeline stages shares one with the language model; the names are the same.
 """
 
@@ -19,7 +19,7 @@ from megavlm.parallel.shards import ParamShard, local_part
 
 
 def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]:
-    """Return what this rank holds of each trained parameter.
+    """Return this rank's shard of each trained parameter, with the optimizer state of the shard.
 
     `entries` is the model's sharded state dict.
     """
@@ -34,7 +34,7 @@ def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]
 
 
 def sharded_optimizer_state(optimizer: Any, shards: Sequence[ParamShard]) -> dict[str, Any]:
-    """Return the sharded state dict of an optimizer, to be saved, or to be filled in place by a load.
+    """Return an optimizer's sharded state dict, to save it or to load into it in place.
 
     `shards` is the result of `param_shards`.
     """
@@ -48,28 +48,28 @@ def sharded_optimizer_state(optimizer: Any, shards: Sequence[ParamShard]) -> dic
 
 
 def without(kind: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sharded state dict of an optimizer without a kind of state, which a checkpoint may lack."""
+    """Return an optimizer's sharded state dict without one kind of state, which a checkpoint may lack."""
     prefix = f"optimizer.state.{kind}."
     kept = {number: held for number, held in state["param_state"].items() if not held.key.startswith(prefix)}
     return {**state, "param_state": kept}
 
 
 def weights_follow(config: Config) -> bool:
-    """Return whether trained weights are their master weights, rounded, which ranks that share them may gather."""
+    """Return whether trained weights equal their rounded master weights, so that a load can gather them from these."""
     return config.parallel.compress_weights == "none" and not config.precision.fp8_param_gather
 
 
 def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
-    """Set the number of steps from `loaded`, the state that a load has filled: tensors need nothing more."""
+    """Set the number of steps from `loaded`, the loaded state dict; its tensors were filled in place already."""
     step = max(int(group.get("step", 0)) for group in loaded["optimizer"]["param_groups"])
     for group in (group for part in _parts(optimizer) for group in part.param_groups):
         group["step"] = step
 
 
 def _groups(parts: list[Any]) -> list[dict[str, Any]]:
-    """Return the options of all parameter groups, with the number of optimizer steps; rank 0 writes them for all.
+    """Return the options of all parameter groups, with the number of optimizer steps. Rank 0 writes them for all ranks.
 
-    A fused optimizer counts no steps in groups of which its rank holds nothing, so the maximum over ranks is taken.
+    A fused optimizer counts no steps in groups without parameters on its rank, so the maximum over ranks is taken.
     """
     groups = [group for part in parts for group in part.param_groups]
     steps: list[int] = [0] * dist.get_world_size()
@@ -82,9 +82,9 @@ def _groups(parts: list[Any]) -> list[dict[str, Any]]:
 
 
 def _begin_state(parts: list[Any]) -> None:
-    """Give an optimizer that never stepped (it is new, or every step overflowed) the zeros that it begins with.
+    """Initialize the state of optimizers that never stepped (new ones, or every step overflowed) with zeros.
 
-    For loading megatron-core does so itself, but on the device, where moments that belong to the host may not fit.
+    megatron-core initializes it on a load, but on the device, where moments that are offloaded to the host may not fit.
     """
     for part in parts:
         if not part.is_stub_optimizer:
@@ -94,7 +94,7 @@ def _begin_state(parts: list[Any]) -> None:
 
 
 def loss_scale_state(optimizer: Any) -> dict[str, Any] | None:
-    """Return fp16's loss scale and its counters; None in other types. They are equal on all ranks.
+    """Return fp16's loss scale and its counters, which are equal on all ranks; None for other types.
 
     megatron-core cannot save them on ranks that train nothing.
     """
@@ -103,7 +103,7 @@ def loss_scale_state(optimizer: Any) -> dict[str, Any] | None:
 
 
 def load_loss_scale(optimizer: Any, loaded: Mapping[str, Any] | None) -> None:
-    """Set the loss scale from a checkpoint; one of another precision has none, and the initial scale stays."""
+    """Set the loss scale from a checkpoint. A checkpoint of another precision has none: the initial scale stays."""
     for part in optimizer.chained_optimizers:
         scaler = getattr(part, "grad_scaler", None)
         if loaded is not None and scaler is not None:

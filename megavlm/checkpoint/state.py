@@ -1,8 +1,8 @@
-"""Save and load a whole run in megatron-core's distributed checkpoint format, at any layout.
+"""Save and load a whole run in megatron-core's distributed checkpoint format, on any layout.
 
-What is saved: parameters and optimizer moments as sharded tensors under global names (they reshard), the common
-state once (iteration, data position, schedule position, the model and layout they belong to), and each rank's
-random states (restored only on the same layout and kind of device: another one has other generators).
+A checkpoint has parameters and optimizer state as sharded tensors under global names (they reshard), the common
+state once (iteration, data position, optimizer steps), a description of model and layout, and each rank's random
+states (restored only on the same layout and kind of device, since others have other generators).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint saves of this rank: its chunks, as they are made data-parallel, and their optimizer."""
+    """The chunks of this rank, in their data-parallel wrappers, and their optimizer: the objects of a checkpoint."""
 
     wrapped: Sequence[Any]
     optimizer: Any
@@ -65,13 +65,13 @@ class Trained:
 
     @property
     def chunks(self) -> list[VLMChunk | FullyShardedChunk]:
-        """Return the chunks, maybe sharded over data-parallel ranks, without megatron-core's wrapper."""
+        """Return the chunks without megatron-core's wrapper; fully sharded chunks have none."""
         return [each if isinstance(each, FullyShardedChunk) else getattr(each, "module", each) for each in self.wrapped]
 
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of a run: all of its state but tensors and random generators."""
+    """The progress of a run: its state except tensors and random generators."""
 
     iteration: int
     loader: dict[str, Any]  # `state_dict` of the data loader
@@ -90,11 +90,12 @@ def save(
     data: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Begin a save; every rank calls it. Training may go on at once. State that is not finite fails to be saved.
+    """Start to save a checkpoint; every rank calls it. Training may go on at once. A save with NaN or infinity fails.
 
-    `data` is what the position depends on (`data_identity`), `metrics` are those of the iteration.
+    `data` identifies the data, on which the meaning of `position` depends (`data_identity`); `metrics` are those of
+    the iteration.
     """
-    saver.wait()  # and so no rank gets past the next collective before the last save has ended
+    saver.wait()  # no rank passes the next collective before the previous save has ended
     state = _sharded_state(trained, loading=False)
     state["position"] = asdict(position)
     state["loss_scale"] = loss_scale_state(trained.optimizer)
@@ -110,7 +111,10 @@ def save(
 
 
 def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:
-    """Load a checkpoint of any layout that passes `check_fits`; return its position. Raises UserError if it fails."""
+    """Load a checkpoint, which must pass `check_fits`, from any layout and return its position.
+
+    Raises UserError for a checkpoint that cannot be loaded.
+    """
     summary = from_rank_0(partial(read_summary, folder), dict[str, Any]())
     follow = summary.get("rounded") is True and weights_follow(config)
     state = _sharded_state(trained, loading=True, follow=follow)
@@ -151,7 +155,10 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
 
 
 def _sharded_state(trained: Trained, *, loading: bool, follow: bool = False) -> dict[str, Any]:
-    """Return all that is saved or, when `loading`, filled; where weights `follow` from master weights, only these."""
+    """Return the sharded state dict to save or, when `loading`, to fill.
+
+    With `follow`, a load leaves out trained weights, which follow from master weights.
+    """
     metadata = {**_METADATA, "dp_cp_group": trained.groups.dp_cp}
     chunks = {
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(trained.chunks)
@@ -177,7 +184,7 @@ def _sharded_state(trained: Trained, *, loading: bool, follow: bool = False) -> 
 
 
 def _sharded_random_states() -> dict[str, ShardedTensor]:
-    """Return the states of this rank's random generators, each as a row of a tensor that has one for each rank."""
+    """Return the states of this rank's random generators, each as the row of this rank in a tensor [ranks, bytes]."""
     states = random_states()
     flat = {**{f"tracker.{name}": state for name, state in states.pop("tracker").items()}, **states}
     row = (0, dist.get_rank(), dist.get_world_size())
@@ -188,7 +195,7 @@ def _sharded_random_states() -> dict[str, ShardedTensor]:
 
 
 def _nested(loaded: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return random states as `set_random_states` takes them, from those that `_sharded_random_states` returned."""
+    """Convert loaded tensors of `_sharded_random_states` to the argument of `set_random_states`."""
     states: dict[str, Any] = {"tracker": {}}
     for name, state in loaded.items():
         of_tracker = name.startswith("tracker.")
@@ -201,7 +208,7 @@ def _sizes(random: Mapping[str, ShardedTensor]) -> dict[str, int]:
 
 
 def _filled_in_place(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return entries of a sharded state dict that do not join slices after a load: the slices are views of a tensor."""
+    """Return entries of a sharded state dict that do not join slices after a load, as they are views of one tensor."""
     return {
         key: replace(entry, merge_fn=lambda _, whole=entry.data: whole)
         if isinstance(entry, ShardedTensorFactory)
@@ -216,7 +223,7 @@ def _sharded_histories(trained: Trained) -> dict[str, Any]:
 
 
 def _prepare_histories(trained: Trained, config: Config) -> None:
-    from megatron.core.fp8_utils import get_fp8_recipe  # there only with Transformer Engine
+    from megatron.core.fp8_utils import get_fp8_recipe  # exists only with Transformer Engine
 
     of_part = language_config if fp8_in("language", config) else vision_config
     fp8_config = of_part(config, tp=trained.groups.dims.tp)
@@ -229,7 +236,7 @@ def _prepare_histories(trained: Trained, config: Config) -> None:
 
 
 class _quiet:
-    """Silences megatron-core's log lines on saves and loads: megavlm prints one line of its own."""
+    """Silences megatron-core's log lines during saves and loads: megavlm prints a line itself."""
 
     def __enter__(self) -> None:
         logging.disable(logging.WARNING)
