@@ -209,7 +209,10 @@ def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 ASKED = "Which is the largest?"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-LANGUAGES = [name for family in FAMILIES if family.parts == ("language",) for name in family.model_types]
+# A composed model with latent attention is exported in parts, which Transformers does not read as one.
+LANGUAGES = [
+    name for each in FAMILIES if each.parts == ("language",) for name in each.model_types if "deep" not in name
+]
 TOWERS = {
     "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER)),
     "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**TOWER)),
