@@ -1,17 +1,17 @@
-"""Load the newest checkpoint that is whole, without unpickling anything of it; one that is damaged is left out.
+"""Load the newest checkpoint that is not damaged, without unpickling anything.
 
-Rank 0 reads and checks what describes a checkpoint, and sends it to the others. A record that all ranks of a group need
-is read by one of them and broadcast; the same rank reads most of a file, which it opens once. Of a model with P
-parameters in bf16, with fp32 masters and two moments, D data-parallel copies read 12 P bytes in all, for weights are
-masters, rounded. If each copy read its own weights, they would read (12 + 2 D) P: at 1,024 ranks and D = 16 almost four
-times as much. The sizes of the 2,048 files are asked for once, where each rank did so twice.
+Rank 0 reads and checks the description of a checkpoint, and broadcasts it. A record that all ranks of a group need is
+read by one of them and broadcast; one rank reads most of a file, and opens it once. For a model with P parameters in
+bf16, with fp32 masters and two moments, D data-parallel replicas read 12 P bytes in all, because weights are rounded
+masters. If each replica read its own weights, they would read (12 + 2 D) P: at 1,024 ranks and D = 16 almost four times
+as much. The sizes of the 2,048 files are read once, not twice by each rank.
 
-Every rank verifies what it reads while it reads it. What they find is shared before anything loaded is used, so that
-all ranks go on from the same checkpoint.
+Every rank verifies its records while it reads them. The ranks gather their errors before they use any loaded value, so
+that all ranks resume from the same checkpoint.
 
-megatron-core and torch unpickle the descriptions (`.metadata`), each tensor, and what is common to all ranks
-(`common.pt`). Here `items.json` and `state.json` say the same, and values are taken from the files as bytes. So
-`load` takes the steps of megatron-core's `dist_checkpointing.load` without the files that describe a checkpoint.
+megatron-core and torch unpickle the description (`.metadata`), each tensor, and the common state (`common.pt`).
+megavlm reads `items.json` and `state.json`, which have the same content, and takes values from the files as bytes. So
+`load` takes the steps of megatron-core's `dist_checkpointing.load` without the pickled files.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _NOT_THE_FILES = (MemoryError, torch.OutOfMemoryError)  # why a load may fail al
 _WITHOUT = "Leave --no-fallback out to go on from an older one, or move this one away"
 
 
-_Found = tuple[dict[str, Any], Metadata] | UserError  # what all ranks share, or why there is none
+_Found = tuple[dict[str, Any], Metadata] | UserError  # common state and description, or the reason why there is none
 
 
 def sharing_groups(chunks: Sequence[Any]) -> list[dist.ProcessGroup]:
-    """Return the groups whose ranks hold copies of parts of these chunks, the largest first."""
+    """Return the process groups whose ranks hold copies of the same parts of `chunks`, the largest first."""
     groups: dict[int, dist.ProcessGroup] = {}
     for each in (chunk.groups for chunk in chunks):
         for group in (each.collection.tp_dp_cp, each.dp_cp, each.collection.expt_dp, each.replicas):
@@ -64,16 +64,17 @@ def sharing_groups(chunks: Sequence[Any]) -> list[dist.ProcessGroup]:
     return sorted(groups.values(), key=dist.ProcessGroup.size, reverse=True)
 
 
-Turn = tuple[dist.ProcessGroup | None, int]  # the group that shares what one of its ranks reads, and this rank
+Turn = tuple[dist.ProcessGroup | None, int]  # a group that shares a read, and the rank of it that reads
 
 
 def turns(
     wanted: Sequence[Hashable], groups: Sequence[dist.ProcessGroup], files: Sequence[Hashable] | None = None
 ) -> list[Turn]:
-    """Return the turn of each part of files: the first group all of whose ranks need it, or no group and no rank.
+    """Assign each part of files that this rank needs to a group and a reader: the first group whose ranks all need the
+    part, and one rank of it; (None, -1) if this rank reads the part alone.
 
-    Ranks of a group want what they share in the same order. What one of them needs more often than another, each reads.
-    With `files`, the file of each part, as few ranks as possible read of the same file.
+    Ranks of a group need their shared parts in the same order. Repeats of a part that only some ranks have are not
+    shared. With `files`, the file of each part, as few ranks as possible read the same file.
     """
     counts, seen, keys = Counter(wanted), Counter[Hashable](), list[Any]()
     for each in wanted:
@@ -123,7 +124,7 @@ def load(state: dict[str, Any], folder: Path, groups: Sequence[dist.ProcessGroup
 
 
 def _unloadable(folder: Path, error: BaseException) -> UserError:
-    """Return why a checkpoint cannot be loaded, in one line."""
+    """Return the UserError that says in one line why a checkpoint cannot be loaded."""
     where = ""
     if isinstance(error, CheckpointException):  # every rank gets the failures of all ranks
         rank, (error, _) = min(error.failures.items(), key=lambda failure: failure[0])
@@ -135,17 +136,15 @@ def _unloadable(folder: Path, error: BaseException) -> UserError:
 
 
 class VerifyingReader(FileSystemReader):
-    """Reads the tensors of checkpoint files in place of torch's reader, where `items.json` says that they are.
+    """Reads the tensors of checkpoint files in place of torch's reader, at the places that `items.json` lists.
 
-    Each record is read once, in the order of the file, into memory that all of them share, and verified there.
+    Each record is read once, in the order of the file, into a buffer that all records share, and verified there.
     """
 
     def __init__(
         self, folder: str | Path, described: Metadata | None = None, groups: Sequence[dist.ProcessGroup] = ()
     ) -> None:
-        """Read the description here, if it is not given: torch would turn a UserError that a reader raises later into
-        another error.
-        """
+        """Read the description, unless it is given. Doing so later would turn a UserError into an error of torch."""
         super().__init__(folder)
         self._metadata, self._groups = described or read_items(Path(folder)), groups
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -154,7 +153,7 @@ class VerifyingReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of a plan. Raises Damaged for bytes that are not what was written."""
+        """Fill the tensors of a plan. Raises Damaged for bytes that differ from those written."""
         with closing(OpenFiles()) as files:
             self._read_all(plan, planner, files)
         done: Future[None] = Future()
@@ -186,7 +185,7 @@ class VerifyingReader(FileSystemReader):
             raise problems[0]
 
     def _read(self, record: Record, memory: Tensor, files: OpenFiles) -> Tensor:
-        """Return the bytes of a record's values, which are read into memory. Raises Damaged, UserError and OSError."""
+        """Read a record into `memory`; return a view of its values' bytes. Raises Damaged, UserError and OSError."""
         content = memory[: record.length]
         record.read(content.numpy().data, files.of(record.file))
         begin = record.values_at(content.numpy().data) - record.start
@@ -194,8 +193,8 @@ class VerifyingReader(FileSystemReader):
 
 
 def _place(pair: tuple[Record, Turn]) -> tuple[Any, ...]:
-    """Return what sorts records: file by file what this rank reads alone, then what ranks share, from all files at
-    once, so that each rank reads its files while others send what they have read.
+    """Return a sort key for records: first, file by file, the records that this rank reads alone; then shared records
+    of all files in turn, so that each rank reads its files while other ranks broadcast.
     """
     record, (group, _) = pair
     return (0, record.file.name, record.start) if group is None else (1, record.start, record.file.name)
@@ -203,7 +202,7 @@ def _place(pair: tuple[Record, Turn]) -> tuple[Any, ...]:
 
 @contextmanager
 def _noted(problems: list[UserError | OSError]) -> Iterator[None]:
-    """Note what is wrong with a file and go on: other ranks wait for their turn."""
+    """Append a file's error to `problems` and go on, because other ranks wait for the broadcast."""
     try:
         yield
     except (UserError, OSError) as problem:
@@ -211,7 +210,7 @@ def _noted(problems: list[UserError | OSError]) -> Iterator[None]:
 
 
 def _fill(item: ReadItem, stored: Tensor, planner: LoadPlanner, name: str) -> None:
-    """Give a planner what it wants of a record."""
+    """Copy the part of a record that a planner's item asks for into its tensor. Raises UserError for a wrong shape."""
     for axis, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         stored = stored.narrow(axis, start, size)
     target = planner.resolve_tensor(item).detach()
@@ -223,7 +222,7 @@ def _fill(item: ReadItem, stored: Tensor, planner: LoadPlanner, name: str) -> No
 
 @dataclass(frozen=True)
 class Choices:
-    """The checkpoints that a run may start from, newest first, and a warning for each that is left out."""
+    """The checkpoints that a run may start from, newest first, and a warning for each damaged one that is newer."""
 
     folders: tuple[Path, ...]
     remarks: tuple[str, ...] = ()
@@ -231,7 +230,10 @@ class Choices:
 
 
 def choices_in(root: Path, holds: Holds, *, fallback: bool = True) -> Choices:
-    """Return the checkpoints of a folder that look whole, held. Raises UserError if there are some, all damaged."""
+    """Return the checkpoints of a folder that pass `first_look`, locked by `holds`.
+
+    Raises UserError if all are damaged or, without `fallback`, if the newest one is.
+    """
     whole, remarks = [], []
     for _, folder in reversed(folders.checkpoints(root)):
         if not holds.add(folder):
@@ -249,7 +251,10 @@ def choices_in(root: Path, holds: Holds, *, fallback: bool = True) -> Choices:
 
 
 def choices_of(path: Path, holds: Holds, *, fallback: bool = True) -> Choices:
-    """Return the checkpoints that `--load PATH` names, held: one, or all of a run. Raises UserError."""
+    """Return the checkpoints that `--load PATH` names (one, or all of a run), locked by `holds`.
+
+    Raises UserError if there is none, or if it is damaged.
+    """
     if folders.is_checkpoint(path):
         holds.add(path)
         if problem := first_look(path):
@@ -266,9 +271,9 @@ def choices_of(path: Path, holds: Holds, *, fallback: bool = True) -> Choices:
 def load_newest(
     choices: Choices, *, check: Callable[[Path], None], load: Callable[[Path], Loaded], say: Callable[[str], None]
 ) -> tuple[Path, Loaded]:
-    """Load the newest checkpoint that turns out to be whole; return it and what `load` returned. All ranks call it.
+    """Load the newest checkpoint that is not damaged; return its folder and the result of `load`. All ranks call it.
 
-    Raises UserError if none is, or if `check`, which rank 0 calls, finds that one does not belong to this run.
+    Raises UserError if all are damaged, or if `check`, which rank 0 calls, finds that one does not belong to this run.
     """
     for number, folder in enumerate(choices.folders):
         on_rank_0(partial(check, folder))
@@ -285,7 +290,10 @@ def load_newest(
 
 
 def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any, str | None]:
-    """Return what `load` returns and None, or, on all ranks alike, what is wrong with the checkpoint."""
+    """Return (result of `load`, None), or (a value not to be used, the damage), the same damage on all ranks.
+
+    Raises UserError, on all ranks, if a load failed although no rank found damage.
+    """
     loaded, damaged, failure = None, None, None
     try:
         loaded = load(folder)
@@ -293,7 +301,7 @@ def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any,
         raise
     except Damaged as error:
         damaged = str(error)
-    except (Exception, CheckpointException) as error:  # whatever is said of files that are not as they should be
+    except (Exception, CheckpointException) as error:  # damaged files may raise any error
         failure = error
     said = None if failure is None else str(_unloadable(folder, failure))
     found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()

@@ -1,8 +1,8 @@
-"""Copy checkpoints to and from a store, and find those in it. No torch.
+"""Upload checkpoints to a store, download them, and list the checkpoints in a store. No torch.
 
-A checkpoint in a store is a folder like one on a disk, and a disk is a store, too. Stores cannot rename, so the
-manifest is written last and deleted first: a folder without it is no checkpoint, whatever kills the one who writes or
-deletes.
+A checkpoint in a store has the same files as a checkpoint on a disk, and a disk can be a store. Stores cannot rename,
+so the manifest is written last and deleted first: a folder without a manifest is no checkpoint, even after a process
+was killed while it wrote or deleted the folder.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _nothing(moved: int) -> None:
 
 
 class DamagedInStore(StoreError):
-    """A file in a store is not what the manifest beside it says."""
+    """A file in a store differs in size or checksum from the checkpoint's manifest."""
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A folder of a store that is named like a checkpoint."""
+    """A folder in a store that is named like a checkpoint; it may be incomplete."""
 
     iteration: int
     name: str
@@ -57,19 +57,19 @@ class StoredCheckpoint:
 
     @property
     def saved(self) -> datetime:
-        """Return when it was saved, in local time. Raises StoreError."""
+        """Return the time at which the checkpoint was saved, in local time. Raises StoreError."""
         return self.folder.modified(MANIFEST if self.is_complete else min(self.files)).astimezone()
 
     def sums(self) -> dict[str, FileSum]:
-        """Return what the manifest says of the files. Raises StoreError, or ValueError for a damaged manifest."""
+        """Return each file's size and checksum in the manifest. Raises StoreError, or ValueError if it is damaged."""
         return manifest.sums_in(self.folder.read(MANIFEST, at_most=LARGEST))
 
     def attempt(self) -> str | None:
-        """Return which save wrote the checkpoint. Raises StoreError."""
+        """Return the name of the save that wrote the checkpoint; None if it is unknown. Raises StoreError."""
         return manifest.attempt_in(self.folder.read(MANIFEST, at_most=LARGEST))
 
     def summary(self) -> dict[str, Any]:
-        """Return the checkpoint's own description, `megavlm.json`. Raises UserError if it cannot be read."""
+        """Return the content of the checkpoint's `megavlm.json`. Raises UserError if it cannot be read."""
         try:
             summary = json.loads(self.folder.read(SUMMARY, at_most=2**24))
             if not isinstance(summary, dict):
@@ -79,13 +79,14 @@ class StoredCheckpoint:
         return summary
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics in the checkpoint's description; empty if it has none. Raises StoreError."""
+        """Return the metrics in the checkpoint's `megavlm.json`; {} if it has none. Raises StoreError."""
         there = SUMMARY in self.files
         return folders.metrics_in(self.folder.read(SUMMARY, at_most=2**24)) if there else {}
 
 
 def place_of(url: str) -> tuple[Store, str | None]:
-    """Return the store of checkpoints that a URL names, a run or its checkpoints, and the name if it names one of them.
+    """Return (store of checkpoints, checkpoint name or None) for the URL of a run, of its checkpoints, or of one of
+    them.
 
     Raises UserError for a URL that cannot be opened, and StoreError.
     """
@@ -98,7 +99,7 @@ def place_of(url: str) -> tuple[Store, str | None]:
 
 
 def checkpoints_at(place: str) -> list[StoredCheckpoint]:
-    """Return the checkpoints that a path or URL names: itself, or all of a run, oldest first. Raises UserError."""
+    """Return the checkpoints at a path or URL: one, or all of a run, oldest first. Raises UserError if none."""
     store, only = place_of(place)
     if found := [each for each in found_in(store) if only in (None, each.name)]:
         return found
@@ -106,7 +107,7 @@ def checkpoints_at(place: str) -> list[StoredCheckpoint]:
 
 
 def found_in(store: Store) -> list[StoredCheckpoint]:
-    """Return what is named like a checkpoint in a store, oldest first. Raises StoreError."""
+    """Return the folders in a store that are named like checkpoints, oldest first. Raises StoreError."""
     files: dict[str, dict[str, int]] = {}
     for path, size in store.files().items():
         name, _, rest = path.partition("/")
@@ -122,7 +123,7 @@ def complete_in(store: Store) -> list[StoredCheckpoint]:
 
 
 def first_look(stored: StoredCheckpoint) -> str | None:
-    """Return what the manifest and the sizes of files show to be wrong, None if nothing. Raises StoreError."""
+    """Check a checkpoint's manifest and file sizes; return the first problem or None. Raises StoreError."""
     if not stored.is_complete:
         return f"it has no {MANIFEST}: it was not written to its end"
     try:
@@ -132,10 +133,10 @@ def first_look(stored: StoredCheckpoint) -> str | None:
 
 
 def upload(folder: Path, store: Store, *, done: set[str], go_on: GoOn = _nothing) -> int:
-    """Copy a complete checkpoint of this machine into a store, its manifest last; return the bytes that moved.
+    """Upload a complete checkpoint to a store, its manifest last; return the number of bytes moved.
 
-    `done` names the files that an earlier call has copied, and grows; if it is empty, what another save of the
-    iteration left is deleted first. Raises StoreError, and UserError for a file that is not what was saved.
+    `done` names the files that earlier calls have copied, and is extended; if it is empty, files of another save of
+    the iteration are deleted first. Raises StoreError, and UserError for a damaged file.
     """
     content, target = (folder / MANIFEST).read_bytes(), store.below(folder.name)
     sums = manifest.sums_in(content)
@@ -162,10 +163,10 @@ def upload(folder: Path, store: Store, *, done: set[str], go_on: GoOn = _nothing
 def download(
     stored: StoredCheckpoint, root: Path, names: Iterable[str], sums: Mapping[str, FileSum], *, go_on: GoOn = _nothing
 ) -> int:
-    """Copy files of a checkpoint into a temporary folder below `root`; return the bytes that moved.
+    """Download files of a checkpoint into a temporary folder below `root`; return the number of bytes moved.
 
-    Each is compared with its sum, and those that are there already are not copied again. Raises DamagedInStore for one
-    that is not as it was written whenever it is read, and other StoreErrors.
+    Each file is compared with its sum, and files that are complete already are not copied again. Raises DamagedInStore
+    for a file whose size or checksum is wrong after the download, and other StoreErrors.
     """
     into = temporary_for(root, stored.name)
 
@@ -180,7 +181,7 @@ def download(
 
 
 def commit_download(stored: StoredCheckpoint, root: Path) -> Path:
-    """Make a checkpoint of the files that were downloaded; return its folder. Raises StoreError if any is missing."""
+    """Commit a download as a checkpoint; return its folder. Raises StoreError for a missing or damaged file."""
     temporary, final = temporary_for(root, stored.name), root / stored.name
     stored.folder.download(MANIFEST, temporary / MANIFEST)
     if problem := manifest.first_look(temporary):
@@ -197,12 +198,12 @@ def temporary_for(root: Path, name: str) -> Path:
 
 
 def share(sums: Mapping[str, FileSum], *, rank: int, world: int) -> list[str]:
-    """Return the files that one of `world` ranks copies, so that all copy about as many bytes."""
+    """Return the files that `rank` of `world` ranks copies, so that all ranks copy about the same number of bytes."""
     return list(_largest_first(sums, sums)[rank::world])
 
 
 def damage(stored: StoredCheckpoint) -> str | None:
-    """Read all files of a checkpoint in a store and return what is wrong; None if nothing is. Raises StoreError."""
+    """Read all files of a checkpoint in a store and return a problem; None if there is none. Raises StoreError."""
     if problem := first_look(stored):
         return problem
     found: dict[str, str] = {}
