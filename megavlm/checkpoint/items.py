@@ -1,9 +1,9 @@
-"""Describe a checkpoint in JSON: where its tensors are (`items.json`), and what all ranks have once (`state.json`).
+"""Write and read a checkpoint's JSON files: `items.json`, the places of tensors, and `state.json`, the common state.
 
-Blocks of tensors have a checksum each, so that a rank verifies what it reads while it reads it.
+Each block of a tensor has a checksum, so that a rank verifies the block while it reads it.
 
-torch and megatron-core describe both by pickles, and each tensor by one more, which can run code when it is read. A
-save writes these too, so that other programs read the checkpoint; megavlm reads none of them.
+torch and megatron-core use pickles for both, and one more for each tensor; a pickle can run code when it is read. A
+save also writes these pickles, so that other programs can read the checkpoint; megavlm reads none of them.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Record:
     start: int
     length: int
     sum: int  # folded, of its bytes
-    offsets: tuple[int, ...]  # where in the tensor the block begins
+    offsets: tuple[int, ...]  # position in the tensor at which the block begins
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes that the values take."""
+        """Return the number of bytes of the values."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
     def read(self, into: memoryview | None = None, opened: BinaryIO | None = None) -> None:
-        """Fill `into` with the record; without it, keep nothing. Raises Damaged for bytes that were not written so.
+        """Read the record into `into`, or only verify it if `into` is None. Raises Damaged for a wrong checksum.
 
-        Each block is summed up while it is in the cache. `opened` is the record's file, if it is open.
+        Each block of bytes is summed up while it is in the cache. `opened` is the record's file, if it is open.
         """
         total = FoldedSum()
         memory = memoryview(bytearray(min(BLOCK, self.length))) if into is None else into
@@ -77,7 +77,7 @@ class Record:
             raise Damaged(f"{self.file.name} is damaged: the sum of {where} is not what was written")
 
     def values_at(self, content: memoryview | None = None) -> int:
-        """Return the byte of the file at which the values begin, row-major. Raises UserError for a damaged record.
+        """Return the file's byte offset at which the row-major values begin. Raises UserError for a damaged record.
 
         `content` is the record, if it has been read.
 
@@ -103,13 +103,13 @@ class Record:
 
 
 class OpenFiles:
-    """Keeps files open from one record to the next, at most as many as a process may have open."""
+    """Cache of open files: keeps at most `at_most` files open, and closes all of them before it would exceed this."""
 
     def __init__(self, at_most: int = 64) -> None:
         self._at_most, self._open = at_most, dict[Path, BinaryIO]()
 
     def of(self, path: Path) -> BinaryIO:
-        """Return the file, open. Raises OSError."""
+        """Return an open file for `path`, opened now or by an earlier call. Raises OSError."""
         if path not in self._open:
             if len(self._open) == self._at_most:
                 self.close()
@@ -122,9 +122,9 @@ class OpenFiles:
 
 
 def write_items(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Sequence[Any]]) -> None:
-    """Write `items.json` from torch's description of a checkpoint, which has tensors alone.
+    """Write `items.json` from torch's description of a checkpoint, which must have no other entries than tensors.
 
-    `places` has the file of each block, its first byte, length and folded sum.
+    `places` has (file, first byte, length, folded sum) of each block.
     """
     described = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -139,9 +139,9 @@ def write_items(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex,
 
 
 def read_items(folder: Path) -> Metadata:
-    """Return the description of a checkpoint's tensors, as torch has it, with a `Record` as the place of each piece.
+    """Read `items.json` into torch's description of a checkpoint, with a `Record` as the place of each block.
 
-    Raises UserError if it is incomplete, or contradicts itself or the files.
+    Raises UserError if the file is incomplete, or contradicts itself or the tensor files.
     """
     found = Metadata({}, storage_data={})
     vars(found)["mcore_data"] = {}  # which megatron-core looks for
@@ -193,7 +193,7 @@ def _whole(value: Any) -> int:
 
 
 def state_as_json(state: Mapping[str, Any]) -> bytes:
-    """Return plain values and small tensors, such as counters of optimizers, as the content of `state.json`."""
+    """Serialize plain values and small tensors, such as optimizers' step counters, as the content of `state.json`."""
     return json.dumps(state, default=_tensor_as_json).encode()
 
 
@@ -203,7 +203,7 @@ def _tensor_as_json(value: Any) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint has once for all ranks: positions and settings. Raises UserError if it is damaged."""
+    """Return a checkpoint's common state, from `state.json`: positions and settings. Raises UserError if damaged."""
     try:
         return {name: _with_tensors(value) for name, value in read_json(folder / STATE).items()}
     except (LookupError, TypeError, ValueError, RuntimeError, RecursionError, OverflowError) as error:

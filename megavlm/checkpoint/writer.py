@@ -1,11 +1,11 @@
-"""Write a rank's part of each checkpoint in a process of its own, while the rank trains on.
+"""Run the writer process of a rank, which writes the rank's part of each checkpoint while training continues.
 
-It has the rank's staged state in shared memory and speaks to the rank through a socket; whatever happens to it, the
-rank goes on. Each writer leaves a report of its files, and that of rank 0 commits the checkpoint once it
-has the reports of all. Without the rank it ends: a checkpoint that nobody waits for is not finished.
+The writer has the rank's staged state in shared memory and communicates with the rank through a socket; if the writer
+fails, the rank continues. Each writer leaves a report of its files, and rank 0's writer commits the checkpoint once it
+has the reports of all ranks. A writer whose rank has ended exits without finishing the checkpoint.
 
-A writer gives a sign of life whenever it goes on. One that gives none for two minutes is ended by its rank, and a rank
-whose files do not grow for as long is named by rank 0's, which gives the save up.
+A writer updates its sign of life whenever it makes progress. After two minutes without one, the rank kills its writer.
+If the files of a rank do not grow for as long, rank 0's writer gives up the save and names the rank.
 
 megavlm does not use megatron-core's two background writers: one forks a process with threads at every save, the other
 needs a CUDA device, both finish by collectives of the training ranks, and neither computes checksums.
@@ -48,10 +48,10 @@ from megavlm.checkpoint.staging import (
 from megavlm.files import replace_file
 
 ATTEMPTS = 2
-PATIENCE = 120.0  # seconds in which a writer writes nothing until it is given up
-_LOOK = 0.05  # seconds between looks for reports, for each rank of the world …
-_LONGEST_LOOK = 1.0  # … and at most: a look of many ranks is work of the file system's server
-_SILENT = 30.0  # seconds without a report after which the sizes of files are looked at
+PATIENCE = 120.0  # seconds without progress after which a writer is given up
+_LOOK = 0.05  # seconds between checks for reports, for each rank of the world …
+_LONGEST_LOOK = 1.0  # … and at most: checks for many ranks load the file system's server
+_SILENT = 30.0  # seconds without a report after which the sizes of files are checked
 _PAUSE = 1.0  # seconds before another attempt
 _OFTEN = 0.1  # seconds between signs of life
 
@@ -62,12 +62,12 @@ class SaveJob:
 
     root: Path
     iteration: int
-    attempt: str  # tells this save's folder from those of earlier attempts
+    attempt: str  # distinguishes this save's folder from those of earlier attempts
     rank: int
     world: int
     places: Places
     whole: dict[str, bytes]
-    metadata: Metadata | None  # on rank 0; None: as before
+    metadata: Metadata | None  # on rank 0; None: as in the last save
     keep: Keep
     memory: int  # size of the shared memory
     failure: str | None = None  # why there is nothing to write
@@ -75,9 +75,9 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: why it failed (None: it did not), and why its first attempt failed.
+    """Result of a save job: the error if the job failed, else None; and the error of a failed first attempt.
 
-    `not_finite` is the name of a tensor that has a NaN or an infinity: no attempt could help.
+    `not_finite` is the name of a tensor that has a NaN or an infinity: the job is not tried again.
     """
 
     error: str | None
@@ -86,18 +86,18 @@ class Outcome:
 
 
 class Abandoned(Exception):
-    """Is raised in the writer when its rank is gone."""
+    """The writer's rank has ended or closed the connection."""
 
 
 class Reports:
-    """The reports of one save, in a folder of their own, which is swept up like what unfinished saves leave."""
+    """The ranks' reports of one save, as files in a separate folder, which `folders.sweep` deletes."""
 
     def __init__(self, folder: Path) -> None:
-        """Use `folder`, which is made when the first report is left."""
+        """Use `folder`, which is created with the first report."""
         self._folder = folder
 
     def leave(self, rank: int, written: Written | None, error: str | None, not_finite: str | None = None) -> None:
-        """Report for a rank: what it has written, or why it has not. The report appears whole or not at all."""
+        """Write a rank's report: the places and sums of its files, or its error. The report appears atomically."""
         content: dict[str, Any] = {"error": error, "not_finite": not_finite}
         if written is not None:
             content["places"] = written.places
@@ -106,7 +106,7 @@ class Reports:
         replace_file(self._folder / f"{rank}.json", json.dumps(content))
 
     def of(self, rank: int) -> Written | None:
-        """Return what a rank has written; None if it has not reported. Raises SaveError if it reports a failure."""
+        """Return the places and sums of a rank's files; None if it has not reported. Raises SaveError if it failed."""
         try:
             content = json.loads((self._folder / f"{rank}.json").read_bytes())
         except FileNotFoundError:
@@ -118,13 +118,13 @@ class Reports:
         return Written(content["places"], {name: FileSum(*each) for name, each in content["sums"].items()})
 
     def of_all(self, world: int, checkpoint: Path, go_on: Callable[[], None]) -> list[Written]:
-        """Wait for the reports of all ranks and return them; `go_on` is called meanwhile.
+        """Wait for the reports of all ranks and return them, by rank; `go_on` is called meanwhile.
 
-        From 20 ranks on, their folder is listed once a second. Files of `checkpoint` are looked at where no rank has
-        reported for 30 s, and only those of ranks that have not: a save of N ranks in T seconds takes N reads of
-        reports, T listings, and at most T / 30 times the `stat` of N ranks' files.
+        From 20 ranks on, the folder of reports is listed once a second. If no rank has reported for 30 s, the sizes of
+        files in `checkpoint` are checked, for ranks without a report alone: a save of N ranks in T seconds takes N
+        reads of reports, T listings, and at most T / 30 times the `stat` of N ranks' files.
 
-        Raises SaveError for a rank that failed, and for those whose files do not grow any more.
+        Raises SaveError if a rank failed, or if files of the ranks without a report do not grow for PATIENCE seconds.
         """
         found: dict[int, Written] = {}
         last = looked = time.monotonic()
@@ -150,21 +150,21 @@ class Reports:
 
 
 def _bytes_of(ranks: Iterable[int], checkpoint: Path) -> int:
-    """Return the bytes of tensors that ranks have in a checkpoint's files by now."""
+    """Return the total size of the tensor files that `ranks` have in a checkpoint's folder."""
     theirs = {f"__{rank}" for rank in ranks}
     files = [name for name in os.listdir(checkpoint) if name.endswith(TENSORS) and name.rpartition("_")[0] in theirs]
     return sum((checkpoint / name).stat().st_size for name in files)
 
 
 def serve(connection: Connection, pulse: Any, file: int) -> NoReturn:
-    """Do the jobs of a rank, whose state is in the memory `file`, until it closes the connection.
+    """Run the save jobs of a rank until it closes the connection, then exit. `file` is the shared memory's descriptor.
 
-    `pulse` is a number that both processes share: the time of this one's last sign of life.
+    `pulse` is a number in shared memory: the time of the writer's last sign of life.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which ends this process when it ends
-    torch.set_num_threads(1)  # a fork has none of the threads that it would wait for
-    os.nice(10)  # training comes first, where cores are not idle
+    torch.set_num_threads(1)  # a fork lacks torch's threads, and would wait for them
+    os.nice(10)  # training has priority
     memory = SharedMemory(file)
     metadata: Metadata | None = None
     try:
@@ -182,7 +182,7 @@ def serve(connection: Connection, pulse: Any, file: int) -> NoReturn:
 
 
 def _check(connection: Connection, pulse: Any) -> None:
-    """Give a sign of life. Raises Abandoned where the rank has closed the connection: else it says nothing now."""
+    """Update the sign of life. Raises Abandoned if the rank has closed the connection: it sends nothing else now."""
     if time.monotonic() - pulse.value < _OFTEN:
         return
     pulse.value = time.monotonic()
@@ -191,7 +191,7 @@ def _check(connection: Connection, pulse: Any) -> None:
 
 
 def do(job: SaveJob, memory: SharedMemory, go_on: Callable[[], None]) -> Outcome:
-    """Write a rank's files, report them, and on rank 0 commit the checkpoint."""
+    """Write a rank's files, report them, and on rank 0 commit the checkpoint; return the outcome."""
     folder, reports = folder_of(job), reports_of(job)
     failures: list[str] = []
     try:
@@ -213,7 +213,10 @@ def do(job: SaveJob, memory: SharedMemory, go_on: Callable[[], None]) -> Outcome
 def _written(
     job: SaveJob, folder: Path, memory: SharedMemory, failures: list[str], go_on: Callable[[], None]
 ) -> Written:
-    """Write a rank's files, twice if need be, and return them; append why an attempt failed. Raises SaveError."""
+    """Write a rank's files in at most ATTEMPTS attempts; append the error of each failed one to `failures`.
+
+    Return the places and sums of the files. Raises SaveError.
+    """
     if job.failure is not None:
         raise SaveError(job.failure)
     while True:
@@ -233,22 +236,22 @@ def _written(
 
 
 def folder_of(job: SaveJob) -> Path:
-    """Return the folder that a checkpoint is written to."""
+    """Return the temporary folder to which a save writes its checkpoint."""
     return job.root / f"tmp-iter_{job.iteration:07d}-{job.attempt}"
 
 
 def reports_of(job: SaveJob) -> Reports:
-    """Return the reports of a save."""
+    """Return the `Reports` of a job's save."""
     return Reports(job.root / f"tmp-reports-{job.iteration:07d}-{job.attempt}")
 
 
 def is_committed(job: SaveJob) -> bool:
-    """Return whether the checkpoint of this very save counts already."""
+    """Return whether the checkpoint of the job's save is committed."""
     return attempt_of(folders.folder_for(job.root, job.iteration)) == job.attempt
 
 
 def _commit(job: SaveJob, folder: Path, reports: Reports, go_on: Callable[[], None]) -> None:
-    """Wait for all ranks' reports, then commit the checkpoint. Raises SaveError where it cannot be."""
+    """Wait for all ranks' reports, commit the checkpoint, and delete those that are not kept. Raises SaveError."""
     written = reports.of_all(job.world, folder, go_on)
     with _going_on(go_on):
         assert job.metadata is not None
@@ -265,7 +268,7 @@ def _commit(job: SaveJob, folder: Path, reports: Reports, go_on: Callable[[], No
 
 @contextmanager
 def _going_on(go_on: Callable[[], None]) -> Iterator[None]:
-    """Go on in a thread every second, beside what has no pieces: to flush and to delete take as long as they take."""
+    """Call `go_on` in a thread every second while the block runs: a flush or deletion cannot call it in between."""
     done = threading.Event()
 
     def beat() -> None:
