@@ -219,7 +219,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def misfit(sums: Mapping[str, FileSum], sizes: Mapping[str, int]) -> str | None:
-    """Compare a checkpoint's file names and sizes with its manifest's; return the first problem, None if all agree."""
+    """Compare a checkpoint's file names and sizes with its manifest's; return the first problem or None."""
     loaded = (name for name in sizes if "/" not in name and (name.endswith(TENSORS) or name in _LOADED))
     if unlisted := sorted(name for name in (SUMMARY, *loaded) if name not in sums):
         return f"its {MANIFEST} does not list {unlisted[0]}"
@@ -271,4 +271,4 @@ def in_words(error: OSError) -> str:
 
 
 class Damaged(UserError):
-    """The bytes of a file differ from those that were written. The message names the file."""
+    """Raised if the bytes of a file differ from the bytes that were written. The message names the file."""

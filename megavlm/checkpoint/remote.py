@@ -32,7 +32,7 @@ def _nothing(moved: int) -> None:
 
 
 class DamagedInStore(StoreError):
-    """A file in a store differs in size or checksum from the checkpoint's manifest."""
+    """Raised if a file in a store differs in size or checksum from the checkpoint's manifest."""
 
 
 @dataclass(frozen=True)

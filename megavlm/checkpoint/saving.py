@@ -115,7 +115,7 @@ class Division:
 class _Collector:
     """Replaces torch's storage writer, and keeps the items to write in memory."""
 
-    can_run_decentralized_global_plan = True  # ranks need not hear from rank 0 what to write
+    can_run_decentralized_global_plan = True  # ranks plan their writes without rank 0
 
     def __init__(self) -> None:
         self.files: dict[str, list[Item]] = {}

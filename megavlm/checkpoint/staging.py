@@ -93,11 +93,11 @@ class Written:
 
 
 class SaveError(Exception):
-    """A file of a checkpoint cannot be written. The message names file and reason in one line."""
+    """Raised if a file of a checkpoint cannot be written. The message names file and reason in one line."""
 
 
 class NotFinite(SaveError):
-    """State to save has a NaN or an infinity. The message is the name of the tensor."""
+    """Raised if the state to save has a NaN or an infinity. The message is the name of the tensor."""
 
 
 def write_share(

@@ -57,7 +57,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 
 @dataclass(frozen=True)
 class Trained:
-    """The chunks of this rank, in their data-parallel wrappers, and their optimizer: the objects of a checkpoint."""
+    """The objects whose state a checkpoint saves on this rank: chunks in their DP wrappers, and the optimizer."""
 
     wrapped: Sequence[Any]
     optimizer: Any

@@ -70,7 +70,7 @@ class SaveJob:
     metadata: Metadata | None  # on rank 0; None: as in the last save
     keep: Keep
     memory: int  # size of the shared memory
-    failure: str | None = None  # why there is nothing to write
+    failure: str | None = None  # the reason if this rank has nothing to write
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Outcome:
 
 
 class Abandoned(Exception):
-    """The writer's rank has ended or closed the connection."""
+    """Raised in the writer if its rank has ended or closed the connection."""
 
 
 class Reports:

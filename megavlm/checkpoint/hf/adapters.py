@@ -45,7 +45,7 @@ class Adapters:
 
     @property
     def of_experts(self) -> tuple[Tensor, Tensor] | None:
-        """Return (A, B) of all experts of a layer; None for a layer without experts."""
+        """Return (A, B) if the linear layer is that of all routed experts of a layer, else None."""
         first, *_ = self.pairs.values()
         return first if first[0].ndim == 3 else None
 
@@ -232,7 +232,7 @@ def write_adapters(tensors: dict[str, Tensor], config: Mapping[str, Any], out: P
     temporary.mkdir(parents=True)
     save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
     replace_file(temporary / "adapter_config.json", json.dumps(config, indent=2) + "\n")
-    # The library lets nobody else read what it writes.
+    # The safetensors library writes files that only their owner can read.
     shutil.copymode(temporary / "adapter_config.json", temporary / "adapter_model.safetensors")
     temporary.rename(out)
 

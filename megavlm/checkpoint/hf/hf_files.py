@@ -301,7 +301,7 @@ def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32
         raise UserError("Transformers, which runs the model, is not installed: pip install transformers") from error
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    # Architectures that share a type of config.json are told apart by their names alone.
+    # Architectures that share a `model_type` in config.json differ in their class names alone.
     kind = getattr(transformers, _architecture(folder), transformers.AutoModelForImageTextToText)
     try:
         model = kind.from_pretrained(
