@@ -1,4 +1,4 @@
-"""Build the optimizer of a run of megatron-core's optimizers and the update rules of `optim.rules`."""
+"""Build the optimizer of a run from megatron-core's optimizers and the update rules of `optim.rules`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megavlm.parallel.shards import ShardLayout
 
 
 def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> MeanGradientOptimizer:
-    """Return the optimizer over this rank's (shard of the) parameters, grouped by module and by weight decay."""
+    """Return the optimizer of this rank's parameters or shards, grouped by module and by weight decay."""
     options = config.optimizer
     dtype = DTYPES[config.precision.dtype]
     megatron_config = MegatronOptimizerConfig(
@@ -77,10 +77,10 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
 
 
 def _choose_update(part: Any, config: Config) -> None:
-    """Make one of megatron-core's optimizers, before it has state, update by the elementwise rule of the run.
+    """Replace the inner optimizer of a megatron-core optimizer, before it has state, by the run's elementwise rule.
 
-    Ours divide gradients as they read them, which Transformer Engine's does not, and resume a sharded run, which
-    torch's does not.
+    megavlm's optimizer divides gradients as it reads them, which Transformer Engine's cannot, and resumes sharded runs,
+    which torch's cannot.
     """
     options = config.optimizer
     rule = ELEMENTWISE[options.rule.elementwise.name]
@@ -91,7 +91,7 @@ def _choose_update(part: Any, config: Config) -> None:
 
 
 def _store(optimizer: torch.optim.Optimizer, names: Sequence[str], config: Config) -> StateStore:
-    """Return where the state of an optimizer is."""
+    """Return the store for an optimizer's state: on the device, on the host or in a file."""
     off = offloaded(config)
     if (folder := moments_folder(config)) is not None:
         return DiskStore(folder, [p for group in optimizer.param_groups for p in group["params"]], names)
@@ -101,7 +101,7 @@ def _store(optimizer: torch.optim.Optimizer, names: Sequence[str], config: Confi
 
 
 def _held(parts: Sequence[Any], chunks: Sequence[Any]) -> Iterator[tuple[ElementwiseOptimizer, Tensor, ShardLayout]]:
-    """Yield parameters with the optimizer and the fp32 weights that this rank updates, and their layout."""
+    """Yield (optimizer, fp32 weights, layout) for each trained parameter that this rank updates."""
     entries = entries_of(chunks)
     for part in parts:
         for _, weights, layout in held_layouts(part, entries):
@@ -109,13 +109,13 @@ def _held(parts: Sequence[Any], chunks: Sequence[Any]) -> Iterator[tuple[Element
 
 
 def loss_scale(optimizer: Any) -> float | None:
-    """Return the factor of the next step's loss; None in bf16 and fp32, where nothing overflows."""
+    """Return fp16's loss scale for the next step; None in bf16 and fp32, which need no scale."""
     scaler = getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
     return None if scaler is None else float(scaler.scale)
 
 
 def chain_optimizers(first: MeanGradientOptimizer, *others: MeanGradientOptimizer) -> MeanGradientOptimizer:
-    """Return one optimizer that steps all of them together."""
+    """Return one optimizer that steps all the given optimizers together."""
     parts = [part for optimizer in (first, *others) for part in optimizer.chained_optimizers]
     matrices = [each for optimizer in (first, *others) for each in optimizer.matrices]
     qk_clip = [each for optimizer in (first, *others) for each in optimizer.qk_clip]
@@ -123,7 +123,7 @@ def chain_optimizers(first: MeanGradientOptimizer, *others: MeanGradientOptimize
 
 
 def _overrides(config: Config) -> dict[ParamKey, Any]:
-    """Parameter groups: no decay on norms and biases; a module's own peak learning rate, floor scaled alike."""
+    """Return parameter group overrides: no decay of norms and biases, modules' own peak learning rates and floors."""
     options = config.optimizer
     overrides: dict[ParamKey, Any] = {
         ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=_no_decay)): {"wd_mult": 0.0}

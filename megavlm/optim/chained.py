@@ -1,4 +1,4 @@
-"""The optimizer of a rank: megatron-core's, for gradients that are sums over tokens until they are used.
+"""Optimizer of a rank, on megatron-core's: gradients are sums over tokens, and are divided during the update.
 
 Division by the number of tokens and clipping are factors of the same update, which reads each gradient anyway:
 
@@ -8,8 +8,8 @@ Division by the number of tokens and clipping are factors of the same update, wh
 with G the sum over the T trained tokens of the global batch, and c the norm to clip to. A step therefore reads or
 writes all gradients three times (to clear them, for ‖G‖, for the update), and not twice more to scale them.
 
-The norm and the update are two calls: in between, the host learns ‖G‖ and T together with the loss, in the one wait of
-a step, and decides whether weights change at all.
+The norm and the update are two calls: in between, the host reads ‖G‖, T and the loss, in the only synchronisation of a
+step, and decides whether to update weights.
 
 The schedules of the learning rate are those of Transformers (`get_cosine_schedule_with_warmup`,
 `get_linear_schedule_with_warmup`, `get_wsd_schedule` with a linear decay), which count steps from 0: after the warm-up,
@@ -57,7 +57,7 @@ class MeanGradientOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor | None:
-        """Take over the gradients of a step and return ‖G‖² ([] float64, on the device); None if fp16 overflowed."""
+        """Prepare the gradients of a step and return ‖G‖² ([] float64, on the device); None if fp16 overflowed."""
         if self.prepare_grads():
             return None
         if self.grads_states_parallel_group_is_shared():
@@ -71,9 +71,9 @@ class MeanGradientOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def update(self, *, norm: float, tokens: float, logits: Tensor | None = None) -> None:
-        """Update on the mean gradient, where ‖G‖ is `norm` and the global batch has so many trained tokens.
+        """Update with the mean gradient, given ‖G‖ (`norm`) and the number of trained tokens in the global batch.
 
-        `logits` are the largest of each head, which `qk_clip` needs.
+        `logits` are the largest logits of each head, for `qk_clip`.
         """
         divisor = divisor_of(norm, tokens, clip=self.clip)
         for part in self.chained_optimizers:
@@ -93,7 +93,7 @@ class MeanGradientOptimizer(ChainedOptimizer):
         return self.get_loss_scale().device
 
     def _sum_of_squares(self, gradients: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-        """Return the sum over the ranks of a group; megatron-core's `get_grad_norm_fp32` would wait for it."""
+        """Return the sum of squares over a group; megatron-core's `get_grad_norm_fp32` would make the host wait."""
         squares = []  # [1] each, in the type of the gradients
         if here := [gradient for gradient in gradients if gradient.device.type == self._device.type]:
             overflow = torch.zeros(1, dtype=torch.int, device=self._device)
@@ -111,13 +111,13 @@ class MeanGradientOptimizer(ChainedOptimizer):
 
 
 def divisor_of(norm: float, tokens: float, *, clip: float) -> float:
-    """Return D of gradients whose sums over so many tokens have this norm."""
+    """Return the divisor D for gradients summed over `tokens` tokens, with the norm ‖G‖ = `norm`."""
     count = max(tokens, 1.0)  # of no tokens the gradients are zero
     return count * max((norm / count + 1e-6) / clip, 1.0)
 
 
 def learning_rate(options: OptimizerConfig, iteration: int, *, peak: float, floor: float) -> float:
-    """Return the rate of an iteration (from 1), whose schedule goes up to `peak` and down to `floor`.
+    """Return the learning rate of an iteration (from 1) in a schedule that rises to `peak` and falls to `floor`.
 
     `floor` is the rate of iterations after `--lr-decay-iters`.
     """
@@ -142,7 +142,7 @@ class LearningRate:
         self.num_steps = 0
 
     def step(self, increment: int) -> None:
-        """Go on by so many iterations: before the update of an iteration, and from 0 to where a run resumes."""
+        """Advance by `increment` iterations: before each update, and on resume from 0 to the checkpoint's iteration."""
         self.num_steps += increment
         options = self.options
         for group in self.optimizer.param_groups:
@@ -151,5 +151,5 @@ class LearningRate:
             group["weight_decay"] = options.weight_decay * group.get("wd_mult", 1.0)
 
     def current(self) -> float:
-        """Return the rate of parts of the model without a rate of their own (`--lr`)."""
+        """Return the current learning rate of modules without a rate of their own (`--lr`)."""
         return learning_rate(self.options, self.num_steps, peak=self.options.lr, floor=self.options.min_lr)

@@ -1,20 +1,19 @@
-"""Codes of fp32 numbers in one or two bytes, and collectives that send them, for links that are slower than the codes
-are to make.
+"""Encode fp32 numbers in one or two bytes, and send codes in collectives, for links slower than the encoding.
 
 `bf16` rounds each number. `int8` and `fp8` (e4m3) give each block of 128 numbers a scale 2ᵏ, the smallest by which the
 block's largest magnitude a is within the codes' range M (127 and 448): k = ⌈log₂(a / M)⌉. A power of two costs up to
-one bit (ZeRO++ takes a / M itself, Wang et al. 2023), and buys that a decoded number is exact in bf16, since it has 7
-significant bits, and is coded as itself: a block's largest code lies above M / 2, so k stays. Weights that are coded,
-gathered, saved, loaded and coded again have not changed.
+one bit (ZeRO++ takes a / M itself, Wang et al. 2023). In return a decoded number is exact in bf16, since it has 7
+significant bits, and encoding it again gives the same code: a block's largest code lies above M / 2, so k stays.
+Weights that are encoded, gathered, saved, loaded and encoded again do not change.
 
-A block with a number that is not finite decodes to NaN throughout, as the step's checks must see it.
+A block with a number that is not finite decodes to NaN throughout, so that the step's checks detect it.
 
 In place of reduce-scatter, all-reduce and all-gather of numbers (Wang et al. 2023): a ring would add up codes and round
-once a hop. Here each rank sends a code of each part to the rank that sums it, which adds decoded numbers in fp32, in
-the order of ranks: one rounding, and the same sum however messages arrive. What a rank keeps for itself is not coded.
+once a hop. Here each rank sends a code of each part to the rank that sums the part. This rank adds decoded numbers in
+fp32, in the order of ranks: one rounding, and the same sum in any order of messages. A rank's own part is not encoded.
 
-With error feedback a rank adds to its next numbers what coding has lost of these, so that no part of a gradient is lost
-for good (Seide et al. 2014; Karimireddy et al. 2019): it sends Q(g + e) and keeps e ← g + e − Q(g + e).
+With error feedback a rank adds the coding error to its next numbers, so that no part of a gradient is lost for good
+(Seide et al. 2014; Karimireddy et al. 2019): it sends Q(g + e) and keeps e ← g + e − Q(g + e).
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 @dataclass(frozen=True)
 class Coded:
-    """A way to write numbers as bytes."""
+    """Encoder and decoder of numbers for one of the codes."""
 
     code: Code
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Return [rows, bytes] uint8 of [rows, numbers]."""
+        """Return the codes [rows, bytes] uint8 of [rows, numbers]."""
         if self.code == "bf16":
             return rows.to(torch.bfloat16).contiguous().view(torch.uint8)
         blocks = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
@@ -58,7 +57,7 @@ class Coded:
         return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     def decode(self, coded: Tensor, numbers: int) -> Tensor:
-        """Return [rows, numbers] float32 of [rows, bytes] uint8."""
+        """Return the numbers [rows, numbers] float32 of codes [rows, bytes] uint8."""
         if self.code == "bf16":
             return coded.view(torch.bfloat16).float()
         blocks = math.ceil(numbers / BLOCK)
@@ -71,9 +70,9 @@ class Coded:
 
 
 def reduce_scatter(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, error: Tensor | None) -> None:
-    """Sum a contiguous fp32 tensor over a group; this rank's part of it becomes its part of the sum, the rest is lost.
+    """Reduce-scatter a contiguous fp32 tensor in place: this rank's part becomes its part of the sum, the rest is lost.
 
-    `error` is the residual, of the same size, which is updated; None: no error feedback.
+    `error` is the residual of the same size, updated in place; None: no error feedback.
     """
     ranks, own = group.size(), group.rank()
     if ranks == 1:
@@ -88,11 +87,11 @@ def reduce_scatter(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, erro
 
 
 def reduce_scatter_in_two_levels(numbers: Tensor, levels: Levels, coded: Coded, error: Tensor | None) -> None:
-    """As `reduce_scatter`, over a group of k subgroups of g ranks: exact within a subgroup, codes between them.
+    """Reduce-scatter over a group of k subgroups of g ranks: exact within a subgroup, by codes between subgroups.
 
     Rank (a, l), the l-th of subgroup a, owns part a·g + l. Within its subgroup it sums the parts of all (·, l), and
-    sends those that are not its own to their owners: N/g numbers instead of N, so that a node sends as much as a ring
-    would (the two hops of qgZ, Wang et al. 2023). `error` has N/g numbers.
+    sends the sums of other ranks' parts to their owners: N/g numbers instead of N, so that a node sends as much as a
+    ring would (the two hops of qgZ, Wang et al. 2023). `error` has N/g numbers.
     """
     size, count = levels.inside.size(), levels.across.size()
     parts = numbers.view(count, size, -1)
@@ -104,9 +103,9 @@ def reduce_scatter_in_two_levels(numbers: Tensor, levels: Levels, coded: Coded, 
 
 
 def all_reduce(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, error: Tensor | None) -> None:
-    """Set a contiguous fp32 tensor to its sum over a group, the same on all ranks: the sums are coded as well.
+    """All-reduce a contiguous fp32 tensor in place; the sums are encoded as well, so that all ranks have the same.
 
-    Arguments as in `reduce_scatter`; the tensor has a multiple of the group's size.
+    Arguments as in `reduce_scatter`; the number of elements is a multiple of the group's size.
     """
     ranks, own = group.size(), group.rank()
     if ranks == 1:
@@ -119,7 +118,7 @@ def all_reduce(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, error: T
 
 
 def all_gather(numbers: Tensor, group: dist.ProcessGroup, coded: Coded) -> None:
-    """Gather each rank's part of a contiguous tensor as codes, its own part too, so that all have the same numbers."""
+    """All-gather a contiguous tensor as codes, including the rank's own part, so that all ranks have equal numbers."""
     rows = numbers.view(group.size(), -1)
     _gather(rows, coded.encode(rows[group.rank() : group.rank() + 1]), group, coded)
 
@@ -131,9 +130,9 @@ def _gather(rows: Tensor, part: Tensor, group: dist.ProcessGroup, coded: Coded) 
 
 
 def _coded_with_feedback(rows: Tensor, coded: Coded, error: Tensor | None, own: int | None) -> Tensor:
-    """Return the codes of rows and their residual, and update it; of the row `own`, which is not sent, it stays.
+    """Return the codes of rows plus residual, and update the residual, except for the row `own`, which is not sent.
 
-    A residual that is not finite is dropped: the step that made it is not taken.
+    A residual that is not finite is set to 0, because its step is skipped.
     """
     if error is None:
         return coded.encode(rows)

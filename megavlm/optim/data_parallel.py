@@ -1,9 +1,9 @@
-"""Make chunks data-parallel, and wait for updated parameters that are gathered while the forward pass already runs.
+"""Make chunks data-parallel, and wait for updated parameters that are gathered during the forward pass.
 
-With `--overlap-param-gather` a rank has, after an optimizer step, new values for its shard of each bucket alone.
-megatron-core lets a module wait, in a hook before its forward, for the buckets of the parameters that it owns itself.
-That is not enough for a module that reads parameters of submodules which it never calls: such a class says
-`reads_below = True`, and waits for those, too. Code that reads parameters outside a forward pass calls
+With `--overlap-param-gather` a rank has, after an optimizer step, new values only for its shard of each bucket.
+megatron-core lets a module wait, in a forward pre-hook, for the buckets of the parameters that it owns itself. This is
+not enough for a module that reads parameters of submodules which it never calls: its class sets `reads_below = True`,
+so that it waits for parameters of its submodules, too. Code that reads parameters outside a forward pass calls
 `gather_parameters` first.
 """
 
@@ -32,7 +32,7 @@ PADDED_FROM = 64
 
 
 def wait_before_reading(wrapped: DistributedDataParallel) -> None:
-    """Let modules with `reads_below` wait for the parameters of their submodules, and check it once (`_Watch`)."""
+    """Let modules with `reads_below` wait for the parameters of their submodules; check all waits once (`_Watch`)."""
     for module in wrapped.module.modules():
         if getattr(module, "reads_below", False):
             module.register_forward_pre_hook(partial(_wait, wrapped))
@@ -42,7 +42,7 @@ def wait_before_reading(wrapped: DistributedDataParallel) -> None:
 def gather_parameters(chunks: Sequence[Any]) -> None:
     """Gather the updated parameters on every data-parallel rank and wait for them; every rank calls it.
 
-    It does nothing for chunks whose parameters are gathered by the end of a step.
+    Chunks without `--overlap-param-gather` are skipped: their parameters are gathered at the end of a step.
     """
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
@@ -50,9 +50,9 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
 
 
 def count_waits(chunks: Sequence[Any], phases: Phases) -> None:
-    """Count waits for gathered parameters as communication, though they lie inside forward passes.
+    """Count waits for gathered parameters inside forward passes as communication time.
 
-    Otherwise a rank that waits for a slow one would seem to compute for as long.
+    Otherwise a rank that waits for a slow rank would seem to compute.
     """
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:

@@ -1,7 +1,7 @@
-"""Update the parts of parameters that a rank holds by an elementwise rule, with its state in a store.
+"""Update a rank's shards of parameters by an elementwise rule, with optimizer state in a store.
 
-`step` lives in the parameter group (an int), not beside each tensor: checkpoints keep it there, and a run that resumes
-counts on from the same t.
+`step` is an int in the parameter group, not per tensor: checkpoints save it with the group, and a resumed run continues
+from the same t.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ElementwiseRule:
     """The computation of an elementwise update rule.
 
     Args:
-        state: names of the numbers that are kept of each element, which begin with zeros.
-        group: what `update` reads in a parameter group beside `lr`, `weight_decay` and `step`, given a run's options.
+        state: names of the state tensors, with a number per element, initially zero.
+        group: returns a parameter group's options for `update` besides `lr`, `weight_decay` and `step`.
         update: updates shards on one device in place. It first divides their gradients, in place, by its last
             argument ([] float32), unless that is None.
     """
@@ -45,7 +45,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], rule: ElementwiseRule, store: StateStore | None = None, **options: Any
     ) -> None:
-        """`options` are those of a parameter group, in place of defaults."""
+        """`options` override the defaults of parameter groups."""
         defaults = {"lr": 1e-3, "weight_decay": 0.0, **rule.group(OptimizerConfig()), **options}
         super().__init__(params, defaults)
         self.rule, self.store = rule, store or StateStore()
@@ -57,8 +57,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def in_place_of(
         cls, optimizer: torch.optim.Optimizer, rule: ElementwiseRule, store: StateStore, options: OptimizerConfig
     ) -> Self:
-        """With another optimizer's parameter groups, their options reduced to ours. In fp32 megatron-core's parameters
-        are slices, no leaf tensors, which a constructor would refuse.
+        """Return an optimizer with another optimizer's parameter groups, and only the options of this class. In fp32
+        megatron-core's parameters are slices, not leaf tensors, which torch's constructor would refuse.
         """
         ours = cls([torch.empty(0)], rule, store)
         ours.param_groups = optimizer.param_groups
@@ -91,13 +91,13 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self.rule.update(shards, group, scale)
 
     def begin(self) -> None:
-        """Create the state of every parameter, which else the first step does."""
+        """Create the state of every parameter now, not in the first step."""
         for group in self.param_groups:
             for p in group["params"]:
                 self.state_of(p)
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
-        """Return what is kept of a parameter. It begins with zeros, an average with the parameter itself."""
+        """Return the state of a parameter. State is initially zero, an average the parameter itself."""
         state: dict[str, Tensor] = self.state[p]
         if not state:
             names = self.matrices.get(p, self.rule.state) + self.beside

@@ -1,17 +1,17 @@
 """Shard a chunk's gradients (ZeRO-2), or weights too (ZeRO-3), over data-parallel ranks (Rajbhandari et al. 2020).
 
-torch's `fully_shard` does it, layer by layer: each rank holds some rows of each parameter in fp32 (master weights).
+torch's `fully_shard` shards layer by layer: each rank holds some rows of each parameter in fp32 (master weights).
 Rows are gathered in the model's type before a layer runs, and gradients are reduce-scattered after each backward pass
 and summed in fp32. ZeRO-3 frees gathered parameters after each pass, ZeRO-2 after the step. With a secondary shard
 (hpZ, Wang et al. 2023) ZeRO-3 keeps a part of them from a forward pass to its backward pass, which then gathers them
 inside a node. Offloaded rows, with their gradients, are in pinned host memory, and cross the bus to be gathered. HSDP
 shards within a group and sums the rows of all groups once a step.
 
-Only the rows of a part are ever set: a chunk's parameters are on torch's `meta` device, without memory, until they are
-sharded, and one part at a time has memory while it is built (`on_meta`).
+A whole chunk is never built in memory: its parameters are on torch's `meta` device, without memory, until they are
+sharded, and only one part at a time has memory while it is built (`on_meta`).
 
-megatron-core's own wrapper of `fully_shard` knows GPT's layers only, averages gradients, and saves by name and rank:
-rows that the number of ranks does not divide cannot be saved.
+megatron-core's own wrapper of `fully_shard` supports GPT's layers only, averages gradients, and saves by name and rank:
+it cannot save a number of rows that is not divisible by the number of ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def on_meta(part: nn.Module, device: torch.device) -> None:
 
 
 class FullyShardedChunk(_BaseDataParallel):
-    """A sharded chunk in place of megatron-core's `DistributedDataParallel`, whose methods it offers.
+    """Fully sharded chunk with the methods of megatron-core's `DistributedDataParallel`, in place of that.
 
     After `finish_grad_sync`, `main_grad` of each trained parameter is the fp32 gradient of the rows that this rank
     holds, as a plain tensor; callers may add to it and scale it in place.
@@ -82,11 +82,11 @@ class FullyShardedChunk(_BaseDataParallel):
         secondary: Levels | None = None,
         compressing: Levels | None = None,
     ) -> None:
-        """The parameters of `chunk` are on `meta`; its rows are zeros afterwards, to be set through `shards`.
+        """Shard `chunk`, whose parameters are on `meta`; its rows are zeros afterwards, to be set through `shards`.
 
-        `device` computes and communicates; rows may be on the host. `secondary`: the shard group in two levels, where
-        ranks of the inner one keep a second shard of weights. `compressing`: the same, where ranks of the inner one sum
-        exact gradients before codes are sent.
+        `device` computes and communicates; rows may be on the host. `secondary`: levels of the shard group; inner ranks
+        keep a secondary shard of weights. `compressing`: levels of the shard group; inner ranks sum exact gradients
+        before codes are sent.
         """
         super().__init__(config=chunk.config, module=chunk)
         self.ddp_config = DistributedDataParallelConfig()  # megatron-core reads from it whether this is its own FSDP
@@ -141,19 +141,19 @@ class FullyShardedChunk(_BaseDataParallel):
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
     def shards(self) -> Iterator[ShardedTensor]:
-        """Yield the rows that this rank holds as parts of global tensors, with views of the data: how they are set."""
+        """Yield this rank's rows as parts of global tensors; their data are views, through which rows are set."""
         for name, param in self.module.named_parameters():
             yield from self.layouts[name].parts(local_part(param))
 
     @torch.no_grad()
     def round_weights(self) -> None:
-        """Round the rows that were set to the model's type, in which every layout begins; master weights are fp32."""
+        """Round this rank's fp32 rows to the types of the built chunk, so that all layouts start from equal weights."""
         for name, param in self.trained.items():
             rows = local_part(param)
             rows.copy_(rows.to(self._drawn_in[name]))
 
     def reshard(self) -> None:
-        """Free gathered parameters, so that the model's parameters are only the rows that this rank holds."""
+        """Free gathered parameters, so that the model's parameters are only this rank's rows."""
         for module in self._sharded_modules():
             module.reshard()
 
@@ -163,7 +163,7 @@ class FullyShardedChunk(_BaseDataParallel):
             vars(param).pop("main_grad", None)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Set `main_grad` after the step's last backward pass; with HSDP, sum it over the shard groups."""
+        """Set `main_grad` after the step's last backward pass; with HSDP, all-reduce it over the replica group."""
         self.reshard()
         for param in self.trained.values():
             if param.grad is None:
@@ -183,7 +183,7 @@ class FullyShardedChunk(_BaseDataParallel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return this rank's rows as parts of global tensors, in the model's type, as whole parameters are saved."""
+        """Return this rank's rows as parts of global tensors, in the model's type, like unsharded parameters."""
         self.reshard()
         return {
             f"{prefix}{name}/{index}": part
@@ -193,7 +193,7 @@ class FullyShardedChunk(_BaseDataParallel):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load frozen parameters. The rows of trained ones are fp32 master weights: the optimizer's state has those."""
+        """Load frozen parameters. Rows of trained parameters are fp32 master weights, loaded with the optimizer."""
         self.reshard()
         frozen = ((name, param) for name, param in self.module.named_parameters() if name not in self.trained)
         for name, param in frozen:
@@ -203,7 +203,7 @@ class FullyShardedChunk(_BaseDataParallel):
 
 
 class ShardedOptimizer(FP32Optimizer):
-    """megatron-core's optimizer for rows of sharded parameters; its update rule is set once it is built.
+    """megatron-core optimizer for rows of sharded parameters; its update rule is set after construction.
 
     The gradient norm is summed over the ranks that together hold one model.
     """
@@ -232,7 +232,7 @@ class ShardedOptimizer(FP32Optimizer):
 
 
 def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, ShardLayout]:
-    """Return the part of each parameter, by name, that this rank will hold; `chunk` is not sharded yet."""
+    """Return the layout of this rank's future shard of each parameter, by name; `chunk` is not sharded yet."""
     entries = {id(entry.data): entry for entry in chunk.sharded_state_dict().values()}
     replica = groups.replicas.rank() if groups.replicas is not None else 0
     rank, ranks = groups.shard.rank(), groups.shard.size()
@@ -243,7 +243,7 @@ def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, ShardLayout]:
 
 
 def _units(chunk: VLMChunk) -> Iterator[nn.Module]:
-    """Yield the parts that are sharded one by one; parameters of the other parts stay gathered while the chunk runs."""
+    """Yield the parts that are sharded as units of their own; other parts stay gathered while the chunk runs."""
     tied_here = ties_output(chunk.run_config.model) and {EMBEDDING, OUTPUT} <= chunk.parts.keys()
     for name, part in chunk.parts.items():
         if is_transformer(name) or (name in (EMBEDDING, OUTPUT) and not tied_here):

@@ -1,12 +1,12 @@
-"""Find the fp32 weights that this rank updates, with their state, and give the model these or their averages.
+"""Find the fp32 weights that this rank updates, and copy the weights or their averages to the model.
 
-The answers do not depend on which of megatron-core's optimizers, or ours, holds a parameter. Exponential moving
+The functions work for all of megatron-core's optimizers and for `ShardedOptimizer`. Exponential moving
 averages (`--ema-decay`):
 
     a ← d·a + (1 − d)·θ  after each update; a begins with the first weights
 
 Each rank averages the elements that it updates, with averages sharded like the rest of the optimizer's state, so that
-nothing is exchanged but for an evaluation of the averages.
+ranks communicate only for an evaluation of the averages.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megavlm.parallel.shards import ShardLayout, local_part, shard_layout
 
 
 def held_layouts(part: Any, entries: Mapping[int, Any]) -> Iterator[tuple[Tensor, Tensor, ShardLayout]]:
-    """Yield the trained parameters of one of megatron-core's optimizers, each with the fp32 weights that this rank
-    updates, and their layout.
+    """Yield (parameter, fp32 weights that this rank updates, their layout) for the trained parameters of one of
+    megatron-core's optimizers.
 
-    `entries` are those of the model's sharded state dict, by the `id` of the parameter that they describe.
+    `entries` are the entries of the model's sharded state dict, by the `id` of their parameter.
     """
     if part.is_stub_optimizer:
         return
@@ -53,13 +53,13 @@ def held_layouts(part: Any, entries: Mapping[int, Any]) -> Iterator[tuple[Tensor
 
 
 def entries_of(chunks: Any) -> dict[int, Any]:
-    """Return the entries of the sharded state dicts of chunks that are not sharded, by the parameter's `id`."""
+    """Return the sharded state dict entries of chunks that are not fully sharded, by the parameter's `id`."""
     bare = [chunk.module for chunk in chunks if not isinstance(chunk, FullyShardedChunk)]
     return {id(entry.data): entry for chunk in bare for entry in chunk.sharded_state_dict().values()}
 
 
 def _model_params(part: Any) -> dict[Tensor, Tensor]:
-    """Return the model's parameter of each fp32 copy of one, if one of megatron-core's optimizers has such copies."""
+    """Map the fp32 copies in one of megatron-core's optimizers to the model's parameters; {} without copies."""
     pairs = zip(getattr(part, "float16_groups", ()), getattr(part, "fp32_from_float16_groups", ()), strict=True)
     return {main: model for models, mains in pairs for model, main in zip(models, mains, strict=True)}
 
@@ -69,14 +69,14 @@ def round_in_one_launch(part: Any) -> None:
 
     Its own method copies them one by one: 350 launches, which took the host 6 ms of each step on an H100.
 
-    Weights that are kept in FP8 stay its own affair, as do optimizers that shard nothing, which copy so already.
+    Its own method stays for weights in FP8, and in unsharded optimizers, which copy in one launch already.
     """
     if isinstance(part, DistributedOptimizer) and part.config.fp8_recipe is None:
         part._copy_main_params_to_model_params = partial(_round, cache(partial(_places, part)))
 
 
 def give_model(optimizer: Any, chunks: Sequence[Any]) -> None:
-    """Give the model the optimizer's weights outside of a step, as at the end of one; all ranks call it."""
+    """Copy the optimizer's weights to the model, as at the end of a step, but outside of one; all ranks call it."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer and hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
@@ -89,14 +89,14 @@ def give_model(optimizer: Any, chunks: Sequence[Any]) -> None:
 
 @torch.no_grad()
 def average(optimizer: Any, decay: float) -> None:
-    """Let the weights that an optimizer has updated enter their averages."""
+    """Update the moving averages with an optimizer's current weights."""
     for weights, kept in _pairs(optimizer):
         kept.lerp_(weights.to(kept.device), 1 - decay)
 
 
 @contextmanager
 def averaged(optimizer: Any, chunks: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which the model has averaged weights; all ranks enter and leave it. It leaves no trace."""
+    """Return a context in which the model has averaged weights, restored at exit; all ranks enter and leave it."""
     _exchange(optimizer, chunks)
     try:
         yield
@@ -105,16 +105,16 @@ def averaged(optimizer: Any, chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _round(places: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> None:
-    """Copy a rank's weights between places that are looked up once: buffers do not move."""
+    """Copy a rank's fp32 weights to the model's buffers; `places` is cached, because buffers do not move."""
     targets, sources = places()
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def _places(part: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return where this rank's rows of each parameter lie in the buffer that ranks gather, and their fp32 weights.
+    """Return this rank's views of the parameter buffers that ranks gather, and the fp32 weights for these views.
 
-    In fp32 the optimizer's weights are that buffer.
+    In fp32 both lists are empty: the optimizer's weights are views of the buffer.
     """
     targets, sources = [], []
     for models, mains in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
@@ -128,7 +128,7 @@ def _places(part: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 @torch.no_grad()
 def _exchange(optimizer: Any, chunks: Sequence[Any]) -> None:
-    """Exchange weights and averages, and give the model the new weights, as at the end of a step."""
+    """Swap weights and averages, and copy the new weights to the model, as at the end of a step."""
     for weights, kept in _pairs(optimizer):
         before = weights.clone()
         weights.copy_(kept)

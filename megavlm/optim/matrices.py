@@ -1,11 +1,11 @@
-"""Update matrices as wholes, at any layout, by a rule that needs them so (`optim.rules.Muon`).
+"""Update whole matrices, at any layout, by a rule that needs all elements of a matrix (`optim.rules.Muon`).
 
 Vectors, embeddings and the output layer stay with the elementwise rule of the same optimizer.
 
-Each rank keeps state for the elements whose master weights it holds, like that of the elementwise rule, and turns its
-part of the gradient into what the update is computed from. A matrix is assembled once, on one of the ranks that hold a
-pipeline stage, and its update is sent back (`optim/matrix_plan.py`): twice as many elements as a rank updates, and so
-1/DP of what gathering the weights takes.
+Each rank keeps state for the elements of its master weights, as for the elementwise rule, and turns its part of the
+gradient into its part of U, from which the update is computed. A matrix is assembled once, on one of the ranks that
+hold a pipeline stage, and its update is sent back (`optim/matrix_plan.py`): twice as many elements as a rank updates,
+and so 1/DP of what gathering the weights takes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megavlm.parallel.shards import ShardLayout, ShardPlace, local_part
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """The part of a parameter of matrices that a rank updates. `weights` is what the optimizer `inner` knows it by."""
+    """A rank's shard of a parameter with matrices. `weights` is the shard's parameter in the optimizer `inner`."""
 
     inner: ElementwiseOptimizer
     weights: Tensor
@@ -45,7 +45,7 @@ class _Held:
     place: ShardPlace
 
     def view(self, values: Tensor, piece: MatrixPiece, period: int) -> Tensor:
-        """Return a piece [periods, count, width] as a view of a tensor like the shard's weights."""
+        """Return a piece [periods, count, width] as a view of `values`, which has the layout of the shard's weights."""
         first = self.place.first + piece.row * self.place.stride[-2]
         if piece.expert is not None:
             first += piece.expert * self.place.stride[0]
@@ -55,7 +55,7 @@ class _Held:
 
 
 class MatrixUpdates:
-    """The update of all matrices of a rank's optimizers, which ranks that hold a pipeline stage make together."""
+    """Updates all matrices of a rank's optimizers, together with the other ranks of its pipeline stage."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class MatrixUpdates:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """`group` are the ranks that together hold the shards' parameters, all of which call this."""
+        """`group` has the ranks that together hold the shards' parameters; all of them call this."""
         self.shards, self.rule, self.group, self.device = shards, rule, group, device
         for shard in shards:
             shard.inner.matrices[shard.weights] = rule.state
@@ -78,7 +78,7 @@ class MatrixUpdates:
 
     @torch.no_grad()
     def update(self, divisor: float) -> None:
-        """Update the matrices with gradients that are divided by `divisor`, and which this overwrites."""
+        """Update the matrices with the gradients divided by `divisor`; the gradients are overwritten."""
         places = {local_part(shard.weights).device for shard in self.shards}
         divisors = {place: torch.full((), divisor, dtype=torch.float32, device=place) for place in places}
         for shard in self.shards:
@@ -119,7 +119,7 @@ class MatrixUpdates:
         return self._held[piece.box].view(values, piece, self.matrices[piece.matrix].band.period)
 
     def _assembled(self, each: Round, arrived: Tensor) -> dict[int, Tensor]:
-        """Return the updates of this rank's own matrices, but for the learning rate, from their pieces."""
+        """Assemble this rank's own matrices from their pieces; return their updates without the learning rate."""
         own = {index: self.matrices[index] for index in each.own}
         whole = {index: arrived.new_zeros(matrix.rows, matrix.columns) for index, matrix in own.items()}
         for piece, values in _split(arrived, chain(*each.gathers_from)):
@@ -135,7 +135,7 @@ class MatrixUpdates:
     def _exchange(
         self, sends: Sequence[Sequence[MatrixPiece]], receives: Sequence[Sequence[MatrixPiece]], values: Any
     ) -> Tensor:
-        """Send each rank its pieces, whose elements `values` returns; return the elements of all that arrives."""
+        """Send each rank its pieces, with elements from `values`; return the elements of all received pieces."""
         sizes = [[sum(piece.size for piece in pieces) for pieces in side] for side in (sends, receives)]
         sent = torch.empty(sum(sizes[0]), dtype=self.rule.dtype, device=self.device)
         for piece, place in _split(sent, chain(*sends)):
@@ -161,7 +161,7 @@ def _of_matrix(whole: Mapping[int, Tensor], piece: MatrixPiece) -> Tensor:
 
 
 def _split(elements: Tensor, pieces: Iterable[MatrixPiece]) -> Iterator[tuple[MatrixPiece, Tensor]]:
-    """Yield pieces, one after the other in `elements`, with theirs."""
+    """Yield each piece with its elements, which are consecutive in `elements`."""
     at = 0
     for piece in pieces:
         yield piece, elements[at : at + piece.size]

@@ -1,4 +1,4 @@
-"""Plan which rank orthogonalises which matrix, and which pieces of it ranks send one another. Pure arithmetic.
+"""Plan which rank orthogonalises each matrix, and which pieces ranks send one another. Pure arithmetic.
 
 Whatever the layout, a rank holds boxes of global tensors (`parallel/shards.py`). A matrix is some rows of such a tensor
 (`arch/kind.py`), and so a box holds rectangles of it, its `MatrixPiece`s. The ranks that together hold a pipeline stage
@@ -19,7 +19,7 @@ from megavlm.parallel.shards import Box
 
 @dataclass(frozen=True)
 class Matrix:
-    """The rows of a global tensor that `band` names; of number `expert` if the tensor has an axis of experts."""
+    """A matrix: the rows `band` of a global tensor, or of its expert `expert` if it has an axis of experts."""
 
     key: str
     band: Band
@@ -40,7 +40,7 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """Return a measure of the time of a Newton-Schulz step."""
+        """Return a relative cost of a Newton-Schulz step (multiplications)."""
         short, long = sorted((self.rows, self.columns))
         return short * short * (2 * long + short)
 
@@ -80,10 +80,10 @@ class MatrixPiece:
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank does for some of the matrices, at the same time as all others.
+    """A rank's work for some of the matrices; all ranks work on a round at the same time.
 
-    `gathers_to[r]` goes to rank r, which owns the matrices, `gathers_from[r]` arrives from it for matrices of this
-    rank's own. Results travel by the other two.
+    This rank sends `gathers_to[r]` to rank r, the owner of the matrices, and receives `gathers_from[r]` from rank r for
+    its `own` matrices. `results_to` and `results_from` are the same for updates.
     """
 
     own: tuple[int, ...]
@@ -94,7 +94,7 @@ class Round:
 
 
 def matrices_of(weights: Mapping[str, HiddenWeight]) -> list[Matrix]:
-    """Return the matrices of weights by global name, in the same order on every rank."""
+    """Return the matrices in weights (given by global name), in the same order on every rank."""
     return [
         Matrix(key, band, weight, expert)
         for key, weight in sorted(weights.items())
@@ -104,7 +104,7 @@ def matrices_of(weights: Mapping[str, HiddenWeight]) -> list[Matrix]:
 
 
 def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each matrix: the longest first, each to the rank with the least so far (Graham 1969).
+    """Return the owner of each matrix: the most costly first, each to the least loaded rank (Graham 1969).
 
     The fullest rank then takes at most 4/3 − 1/(3·ranks) of the least possible time.
     """
@@ -119,9 +119,9 @@ def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def rounds_of(matrices: Sequence[Matrix], owners: Sequence[int], most: int) -> list[int]:
-    """Return the round of each matrix: a rank has at most `most` elements in a round, or a single matrix.
+    """Return the round of each matrix: an owner has at most `most` elements in a round, or a single matrix.
 
-    Matrices of one shape follow one another, so that they are computed together.
+    Matrices of equal shape are consecutive, so that they are computed in one batch.
     """
     found, taken = [0] * len(matrices), defaultdict[int, tuple[int, int]](lambda: (0, 0))
     for index in sorted(range(len(matrices)), key=lambda each: (matrices[each].rows, matrices[each].columns, each)):
@@ -134,7 +134,7 @@ def rounds_of(matrices: Sequence[Matrix], owners: Sequence[int], most: int) -> l
 
 
 def pieces_in(boxes: Sequence[HeldBox], matrices: Sequence[Matrix]) -> list[MatrixPiece]:
-    """Return the pieces of matrices that a rank's boxes hold; padding is in none."""
+    """Return the pieces of matrices in a rank's boxes, without padding."""
     by_key = defaultdict[str, list[tuple[int, Matrix]]](list)
     for number, matrix in enumerate(matrices):
         by_key[matrix.key].append((number, matrix))
@@ -171,7 +171,7 @@ def _pieces(index: int, box: Box, number: int, matrix: Matrix) -> Iterator[Matri
 
 
 def plan_rounds(held: Sequence[Sequence[HeldBox]], matrices: Sequence[Matrix], *, rank: int, most: int) -> list[Round]:
-    """Return what a rank does, given the boxes that each rank holds. A piece that several ranks hold is sent by one.
+    """Return the rounds of rank `rank`, given the boxes of all ranks. A piece on several ranks is sent by one of them.
 
     `most` bounds the elements of a rank's own matrices in a round.
     """

@@ -15,7 +15,7 @@ rotate and γ^½ in the others, as its keys do.
 
 Weights and biases are scaled after the optimizer's update and before the model gets the new weights; moments stay as
 they are. Each rank scales the elements that it updates, wherever they lie in the global tensor (`parallel/shards.py`).
-The largest logits are found on whichever ranks they were computed (`HeadLogits`).
+The largest logits are all-reduced over the ranks that computed logits (`HeadLogits`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ _ATTENTION = ".self_attention."
 
 
 def clipped_layers(config: Config, *, tp: int = 1) -> dict[str, HeadSplit]:
-    """Return the heads of each layer whose projections are scaled, in order, as `tp` ranks divide them; empty without
-    `--qk-clip`.
-    """
+    """Return the head split over `tp` ranks of each clipped layer by layer name, in order; {} without `--qk-clip`."""
     vision, language = config.model.vision, config.model.language
     heads = {
         "vision": (VISION_LAYER, vision.num_layers, vision_split(vision, tp)),
@@ -76,7 +74,7 @@ def row_factors(largest: Tensor, split: HeadSplit, options: OptimizerConfig) -> 
 
 
 def projection_factors(largest: Tensor, split: HeadSplit, options: OptimizerConfig) -> dict[str, Tensor]:
-    """Return the factor of each row of each projection that is scaled, by its name."""
+    """Return the factors of the rows of each scaled projection, by the projection's name."""
     if split.latent is None:
         return {"linear_qkv": row_factors(largest, split, options)}
     threshold, head = options.qk_clip_threshold, split.latent
@@ -88,7 +86,7 @@ def projection_factors(largest: Tensor, split: HeadSplit, options: OptimizerConf
 
 
 class QKClip:
-    """Scales the parts of projections that a rank updates, at the end of each step of the optimizers that hold them."""
+    """Scales a rank's shards of projections at the end of each step of their optimizers."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class QKClip:
         layers: Mapping[str, HeadSplit],
         options: OptimizerConfig,
     ) -> None:
-        """`held` are parameters with the optimizer and the fp32 weights that this rank updates, and their layout."""
+        """`held` has (optimizer, fp32 weights, layout) of each parameter that this rank updates."""
         self._layers, self._options = layers, options
         self._factors: dict[tuple[str, str], Tensor] = {}
         parts: dict[int, tuple[ElementwiseOptimizer, list[tuple[tuple[str, str], Tensor, ShardPlace]]]] = {}
@@ -110,7 +108,7 @@ class QKClip:
             inner.finish = partial(self._scale, places)
 
     def expect(self, largest: Tensor) -> None:
-        """Take the largest logits of all heads, layer by layer [heads of all layers] float64, for the next step."""
+        """Set the largest logits for the next step: [heads of all layers] float64, layer by layer."""
         counts = [split.heads for split in self._layers.values()]
         self._factors = {
             (layer, name): factors
@@ -127,10 +125,10 @@ class QKClip:
 
 
 class HeadLogits:
-    """The largest logits of all heads, layer by layer, of the training passes since `clear`."""
+    """Tracks the largest logit of each head, layer by layer, in the training passes since `clear`."""
 
     def __init__(self, chunks: Sequence[Any], config: Config, device: torch.device) -> None:
-        """`chunks` are all chunks that this rank holds, a colocated encoder's too."""
+        """`chunks` are all chunks of this rank, including a colocated encoder's."""
         layers = clipped_layers(config)
         first = dict(zip(layers, accumulate((split.heads for split in layers.values()), initial=0), strict=False))
         self._count = sum(split.heads for split in layers.values())
@@ -138,7 +136,7 @@ class HeadLogits:
         self._seen = [each for chunk in chunks for each in _seen_in(bare_chunk(chunk), config, first, device)]
 
     def clear(self) -> None:
-        """Reset the largest logits before a step, whose passes raise them."""
+        """Reset the largest logits to 0 before the passes of a step."""
         for attention, _, _ in self._seen:
             attention.largest.zero_()
 
@@ -157,7 +155,7 @@ class HeadLogits:
 def _seen_in(
     chunk: VLMChunk, config: Config, first: Mapping[str, int], device: torch.device
 ) -> Iterator[tuple[LogitAttention, Tensor, Tensor]]:
-    """Yield the attention of each layer, and its heads: their numbers in this attention, and in the model."""
+    """Yield (attention, local head indices, indices in the model's list of all heads) for each clipped layer."""
     splits = clipped_layers(config, tp=chunk.groups.dims.tp)
     for name, layer in chunk.transformer_layers:
         if name in first:
@@ -170,10 +168,9 @@ def _seen_in(
 
 
 def _model_heads(attention: Any, split: HeadSplit, rank: int) -> list[int | None]:
-    """Return which query head of the model each head of an attention is; None where it is padding.
+    """Return the model's query head for each head of an attention module; None for padding.
 
-    Of a tensor-parallel rank's heads, each of the context-parallel ranks that exchange heads has equally many, in
-    order.
+    Context-parallel ranks that exchange heads divide a tensor-parallel rank's heads equally and in order.
     """
     every = [
         slot.first + query if query < slot.count else None

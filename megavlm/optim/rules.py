@@ -1,12 +1,12 @@
-"""Compute the update of each rule, by its name; `config/optimizer_schema.py` declares the rules without torch.
+"""Compute the updates of the optimizer rules; `config/optimizer_schema.py` declares the rules without torch.
 
 AdamW (Loshchilov & Hutter 2019), with g divided by a divisor first, where there is one, as in Lion:
 
     m ← β₁ m + (1−β₁) g          v ← β₂ v + (1−β₂) g²
     θ ← θ (1 − lr·λ) − lr · m̂ / (√v̂ + ε),   m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ)
 
-Lion, the sign of an interpolated momentum (Chen et al. 2023). Every element moves by the learning rate, so that it
-wants a third to a tenth of AdamW's, and as much more weight decay:
+Lion, the sign of an interpolated momentum (Chen et al. 2023). Every element moves by the learning rate, so that Lion
+needs a third to a tenth of AdamW's rate, and three to ten times its weight decay:
 
     u = sign(β₁ m + (1−β₁) g)          θ ← θ (1 − η·λ) − η·u          m ← β₂ m + (1−β₂) g
 
@@ -93,9 +93,9 @@ _EPSILON = 1e-7  # added to the norm: zeros stay zeros
 
 @dataclass(frozen=True)
 class Muon:
-    """Updates matrices as wholes, with decoupled weight decay: `steps` Newton-Schulz iterations, computed in `dtype`.
+    """Muon rule for whole matrices, with decoupled weight decay: `steps` Newton-Schulz iterations, computed in `dtype`.
 
-    Another rule of matrices has the same methods and `dtype`, the type of assembled matrices and of what ranks send.
+    Other matrix rules have the same methods and `dtype`, the type of assembled matrices and of sent pieces.
     """
 
     momentum: float
@@ -104,29 +104,29 @@ class Muon:
 
     @classmethod
     def of(cls, options: OptimizerConfig) -> Self:
-        """Return the rule of a run."""
+        """Return the rule with a run's options."""
         return cls(options.muon_momentum, options.muon_num_ns_steps, DTYPES[options.muon_precision])
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Return the names of the numbers that are kept of each element, which begin with zeros."""
+        """Return the names of the state tensors, with a number per element, initially zero."""
         return optimizer_schema.MUON.state
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Update the momentum with a part of a gradient, which becomes that part of U, element by element."""
+        """Update the momentum with a part of a gradient, and overwrite the gradient with this part of U."""
         momentum = state["momentum"]
         momentum.mul_(self.momentum).add_(gradient)
         gradient.add_(momentum, alpha=self.momentum)
 
     def update_of(self, matrices: Tensor) -> Tensor:
-        """Return the updates, but for the learning rate, of matrices U [B, rows, columns]."""
+        """Return the updates, without the learning rate, of matrices U [B, rows, columns]."""
         return orthogonalized(matrices, steps=self.steps).mul_(MATCHES_ADAMW * math.sqrt(max(matrices.shape[1:])))
 
 
 def orthogonalized(matrices: Tensor, *, steps: int) -> Tensor:
-    """Return matrices [B, rows, columns] with singular values near 1, in the type that they have.
+    """Orthogonalise matrices [B, rows, columns], nearly: singular values become about 1; the type stays.
 
-    Rows and columns of zeros stay zeros, and change nothing else.
+    Rows and columns of zeros stay zero and do not change the others.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices  # products of the shorter side are cheaper

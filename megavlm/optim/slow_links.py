@@ -1,15 +1,15 @@
-"""`--compress-gradients` and `--compress-weights`: codes on the links over which ranks share gradients and weights.
+"""Compress gradients and weights on links between ranks (`--compress-gradients`, `--compress-weights`).
 
 megatron-core's bucket groups reduce their gradients in `start_grad_sync` and gather their parameters in
-`start_param_sync`. A chunk's bucket groups get others, which take the same buffers and leave the same state. They wait
-for each collective, so nothing overlaps with them.
+`start_param_sync`. A chunk's bucket groups get replacements with the same buffers and the same state afterwards. The
+replacements wait for each collective, so nothing overlaps with them.
 
-Ranks of one node should sum exact gradients, so that only what leaves the node is coded, once: reduction in two levels.
-With `--hybrid-shard-size` the shard groups are the nodes, else `parallel.compress_group_size` says how many ranks are.
+Ranks of a node should sum exact gradients, so that only numbers that leave the node are encoded, once: reduction in two
+levels. With `--hybrid-shard-size` shard groups are the nodes, else `parallel.compress_group_size` is the node's size.
 
-With ZeRO-2 and 3 torch calls what stands in for an all-gather of the weights of a unit (a layer), and for a
-reduce-scatter of its gradients after each micro-batch. These take the same buffers and leave the same results. torch
-queues them on streams of their own, beside other units' passes.
+With ZeRO-2 and 3 torch calls replacements of the all-gather of a unit's (a layer's) weights, and of the reduce-scatter
+of its gradients after each micro-batch. The replacements use the same buffers. torch queues them on separate streams,
+in parallel with passes of other units.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megavlm.parallel.groups import Groups, Levels, levels_of
 
 
 def compress_links(wrapped: Any, config: Config, groups: Groups) -> None:
-    """Let a chunk that megatron-core's DDP wraps communicate by codes, as far as the configuration asks for it."""
+    """Replace the collectives of a chunk in megatron-core's DDP by collectives of codes, as configured."""
     parallel = config.parallel
     levels = levels_of(groups.shard, parallel.compress_group_size, groups.maker)
     for group in _bucket_groups(wrapped):
@@ -42,13 +42,13 @@ def compress_links(wrapped: Any, config: Config, groups: Groups) -> None:
 
 
 def forget_errors(chunks: Sequence[Any]) -> None:
-    """Drop what coding has lost so far: of a step that is not taken, nothing may reach a later one."""
+    """Reset the residuals of error feedback, so that a skipped step does not affect later steps."""
     for reduction in coded_reductions(chunks):
         reduction.errors.clear()
 
 
 def coded_reductions(chunks: Sequence[Any]) -> Iterator[Reduction]:
-    """Yield the reductions by codes of these chunks."""
+    """Yield the compressed gradient reductions of chunks."""
     for chunk in chunks:
         yield from getattr(chunk, "coded_reductions", ())  # of ZeRO-2 and 3
         for group in _bucket_groups(chunk):
@@ -61,7 +61,7 @@ def _bucket_groups(chunk: Any) -> list[Any]:
 
 
 class _Done:
-    """A collective that has been waited for."""
+    """Handle of a collective that has completed."""
 
     def wait(self) -> None:
         pass
@@ -70,7 +70,7 @@ class _Done:
 class Reduction:
     """Sums gradients as codes, and keeps the residuals.
 
-    With `levels`, the ranks of the inner one sum exact gradients first.
+    With `levels`, the ranks of a subgroup sum exact gradients first.
     """
 
     def __init__(self, coded: Coded, levels: Levels | None = None) -> None:
@@ -78,7 +78,7 @@ class Reduction:
         self.errors: dict[int, Tensor] = {}  # by what they are residuals of
 
     def scatter(self, index: int, gradients: Tensor, group: dist.ProcessGroup) -> None:
-        """Set this rank's part of gradients, those of number `index`, to its sum over a group."""
+        """Reduce-scatter gradients in place over a group; `index` identifies their residual."""
         if self.levels is None:
             reduce_scatter(gradients, group, self.coded, self._error(index, gradients))
             return
@@ -86,13 +86,13 @@ class Reduction:
         reduce_scatter_in_two_levels(gradients, self.levels, self.coded, error)
 
     def total(self, index: int, gradients: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum of gradients [numbers], those of number `index`, over a group."""
+        """Return the sum of gradients [numbers] over a group; `index` identifies their residual."""
         padded = pad(gradients, (0, -gradients.numel() % group.size()))
         all_reduce(padded, group, self.coded, self._error(index, padded))
         return padded[: gradients.numel()]
 
     def _error(self, index: int, gradients: Tensor) -> Tensor:
-        """Return the residual of gradients of the same size, at first zeros."""
+        """Return the residual `index`, of the size of `gradients`, initially zero."""
         if index not in self.errors:
             self.errors[index] = torch.zeros_like(gradients)
         return self.errors[index]
@@ -151,14 +151,14 @@ class CodedGather:
 
 
 class _Comm:
-    """What torch asks for memory before a collective."""
+    """Allocator of buffers, which torch expects of custom collectives."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class CodedUnitGather(_Comm):
-    """Gathers a unit's weights as codes among all ranks that shard it; among those with second shards as they are."""
+    """All-gathers a unit's weights: as codes over its shard group, exactly over ranks with secondary shards."""
 
     def __init__(self, coded: Coded, shards: int) -> None:
         self.coded, self.shards = coded, shards
@@ -174,7 +174,7 @@ class CodedUnitGather(_Comm):
 
 
 class CodedUnitReduction(_Comm, Reduction):
-    """Sums a unit's gradients as codes, and gives each rank its rows of the sums."""
+    """Reduce-scatters a unit's gradients as codes."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -189,8 +189,8 @@ class CodedUnitReduction(_Comm, Reduction):
 def compress_units(
     units: Iterable[FSDPModule], config: Config, groups: Groups, levels: Levels | None
 ) -> tuple[list[Reduction], Reduction | None]:
-    """Let units communicate by codes, as far as the configuration asks for it; return what reduces gradients so, and
-    what sums those of shard groups. `levels` are those of `parallel.compress_group_size`.
+    """Replace the collectives of units by collectives of codes, as configured; return all gradient reductions, and the
+    one between HSDP's shard groups or None. `levels` are the levels of `parallel.compress_group_size`.
     """
     gradients, weights = config.parallel.compress_gradients, config.parallel.compress_weights
     if (gradients, weights) != ("none", "none"):
@@ -210,7 +210,7 @@ def compress_units(
 
 
 def refuse_torch_without_hooks(config: Config) -> None:
-    """Raise UserError where torch does not let others gather and reduce in place of `fully_shard`."""
+    """Raise UserError if this torch does not support custom collectives in `fully_shard`."""
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         parallel = config.parallel
         option = f"--compress-gradients {parallel.compress_gradients}"

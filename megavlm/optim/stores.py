@@ -1,8 +1,8 @@
 """Keep the state of an optimizer on the device, in host memory (`--offload optimizer`), or in a file.
 
-Whatever the elementwise rule, gradients and master weights stay where they are. With state on the host they go there
-for an update and the weights come back (12 bytes a parameter over the bus, a step), in pieces: while the host updates
-one, the next is on its way, and the one before goes back.
+With every elementwise rule, gradients and master weights stay on their device. With state on the host, both are copied
+there for an update and the weights are copied back (12 bytes per parameter and step over the bus), in pieces: while the
+host updates a piece, the next piece is copied to it, and the previous one back.
 
 With `--offload optimizer=nvme:DIR` the host updates with state in a file as with state in its memory. While it updates
 one piece, a thread reads the state of the next and another writes that of the one before:
@@ -11,7 +11,7 @@ one piece, a thread reads the state of the next and another writes that of the o
     update        │ 1 │ 2 │ 3 │ …
     write             │ 1 │ 2 │ …
 
-So three pieces' state is in memory, however many there are: of AdamW's, 8 bytes of each of 3 · 2²⁴ numbers at most.
+So the state of at most three pieces is in memory: for AdamW, 8 bytes for each of 3 · 2²⁴ numbers.
 
 The file has no name from the start (`O_TMPFILE`, or unlinked as soon as it is open), so nothing is left of a run that
 was killed and nothing has to be cleared away. All of it is reserved when it is made: a disk without room says so before
@@ -41,7 +41,7 @@ from megavlm.parallel.shards import local_part
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements of a parameter that a rank updates, with their gradient and the rule's state of them."""
+    """Elements of a parameter that a rank updates, with their gradient and optimizer state."""
 
     value: Tensor
     gradient: Tensor
@@ -52,19 +52,19 @@ Apply = Callable[[Sequence[Shard]], None]  # updates shards that are on one devi
 
 
 class StateStore:
-    """State on the device that has the weights."""
+    """Optimizer state on the device of the weights."""
 
     def zeros(self, p: Tensor, name: str) -> Tensor:
-        """Return memory for what is called `name` of a parameter's elements that this rank updates, all zeros."""
+        """Return a zero tensor for the state `name` of this rank's shard of a parameter."""
         return torch.zeros_like(local_part(p))
 
     def update(self, shards: Sequence[Shard], apply: Apply) -> None:
-        """Update shards, one or more, whose state is in this store."""
+        """Update one or more shards with state in this store."""
         apply(shards)
 
 
 class HostStore(StateStore):
-    """State in host memory. Steps give the same numbers as on a CPU."""
+    """Optimizer state in host memory. Steps give the same numbers as on a CPU."""
 
     piece = HOST_PIECE  # numbers that travel together: two pieces in pinned memory take 256 MiB
 
@@ -90,10 +90,10 @@ class HostStore(StateStore):
 
 
 class StatePiece:
-    """Parts that are copied together, on the device's current stream, which has nothing else to do."""
+    """Parts of shards that are copied together, on the device's current stream, which is otherwise idle."""
 
     def __init__(self, parts: Sequence[Shard]) -> None:
-        """`parts` have their state on the host."""
+        """Take `parts`, whose state is on the host."""
         self.parts = parts
         self.values: list[Tensor] = []
         self.gradients: list[Tensor] = []
@@ -114,19 +114,19 @@ class StatePiece:
         self._sent.record(on.current_stream(device))
 
     def arrived(self, states: Sequence[dict[str, Tensor]]) -> list[Shard]:
-        """Wait until they are on the host; return them with these states."""
+        """Wait for the copies of `send`; return the parts on the host, with these states."""
         self._sent.synchronize()
         return [Shard(*each) for each in zip(self.values, self.gradients, states, strict=True)]
 
     def send_back(self) -> None:
-        """Start to copy the weights back. Pinned memory is not reused before this has finished."""
+        """Start to copy the weights back. Pinned memory is not reused before the copy has finished."""
         for part, value in zip(self.parts, self.values, strict=True):
             part.value.copy_(value, non_blocking=True)
         self.values, self.gradients = [], []
 
 
 def _parts(shard: Shard, size: int) -> Iterator[Shard]:
-    """Return the parts of a shard, each at most a piece long."""
+    """Divide a shard into parts of at most `size` elements; a shard that is not contiguous stays whole."""
     if shard.value.numel() <= size or not (shard.value.is_contiguous() and shard.gradient.is_contiguous()):
         yield shard
         return
@@ -137,7 +137,7 @@ def _parts(shard: Shard, size: int) -> Iterator[Shard]:
 
 
 def _together(parts: Sequence[Shard], size: int) -> Iterator[list[Shard]]:
-    """Return the parts in order, in groups of at most `size` elements or a single part."""
+    """Yield groups of consecutive parts: at most `size` elements each, or a single part."""
     group: list[Shard] = []
     numbers = 0
     for part in parts:
@@ -155,11 +155,11 @@ _BUFFERS = 3  # being read, updated and written
 
 
 class DiskStore(HostStore):
-    """State in a file, shown as tensors that are that file and not memory of the process."""
+    """Optimizer state in a file, visible as tensors that map the file."""
 
     def __init__(self, folder: Path, params: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Make a file for what is called by `names` of these parameters; the host keeps all else in its memory. Raises
-        UserError where the disk has no room.
+        """Make a file for the state tensors `names` of these parameters; other state is in host memory. Raises
+        UserError if the disk has no room.
         """
         self._names = names
         self._scratch = Scratch(folder, sum(len(names) * local_part(p).numel() for p in params))
@@ -198,7 +198,7 @@ class DiskStore(HostStore):
             self._buffers = [torch.empty(numbers) for _ in range(_BUFFERS)]
 
     def _read(self, piece: StatePiece, buffer: Tensor) -> list[dict[str, Tensor]]:
-        """Return the state of a piece's parts, read into a buffer."""
+        """Read the state of a piece's parts into a buffer; return it for each part, by name."""
         found, free = [], buffer
         for part in piece.parts:
             state = {}
@@ -216,9 +216,9 @@ class DiskStore(HostStore):
 
 
 class Scratch:
-    """A file of `count` numbers, zero at first, in a folder that is made where it is missing.
+    """Unnamed file of `count` fp32 numbers, initially zero, in a folder that is created if missing.
 
-    Raises UserError where there is no room or the folder cannot be written to.
+    Raises UserError if the disk has no room or the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
