@@ -95,7 +95,7 @@ def _store(optimizer: torch.optim.Optimizer, names: Sequence[str], config: Confi
     off = offloaded(config)
     if (folder := moments_folder(config)) is not None:
         return DiskStore(folder, [p for group in optimizer.param_groups for p in group["params"]], names)
-    if "parameters" in off and shards_gradients(config):  # state beside them is on the host, with nothing to copy
+    if "parameters" in off and shards_gradients(config):  # state is on the host like its rows: no copies
         return StateStore()
     return HostStore() if "optimizer" in off else StateStore()
 

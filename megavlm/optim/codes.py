@@ -112,7 +112,7 @@ def all_reduce(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, error: T
         return
     reduce_scatter(numbers, group, coded, error)
     rows = numbers.view(ranks, -1)
-    kept = None if error is None else error.view(ranks, -1)[own : own + 1]  # what is not coded before is coded here
+    kept = None if error is None else error.view(ranks, -1)[own : own + 1]  # the own part was not encoded before
     part = _coded_with_feedback(rows[own : own + 1], coded, kept, None)
     _gather(rows, part, group, coded)
 

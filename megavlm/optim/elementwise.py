@@ -40,7 +40,7 @@ class ElementwiseRule:
 class ElementwiseOptimizer(torch.optim.Optimizer):
     """Updates each parameter by an elementwise rule; of a sharded parameter (a DTensor) each rank updates its shard."""
 
-    divisor: float | None = None  # what the next step divides gradients by, in place, as it reads them
+    divisor: float | None = None  # the next step divides gradients by it, in place
 
     def __init__(
         self, params: Iterable[Any], rule: ElementwiseRule, store: StateStore | None = None, **options: Any
@@ -49,8 +49,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         defaults = {"lr": 1e-3, "weight_decay": 0.0, **rule.group(OptimizerConfig()), **options}
         super().__init__(params, defaults)
         self.rule, self.store = rule, store or StateStore()
-        self.matrices: dict[Tensor, tuple[str, ...]] = {}  # what `optim/matrices.py` updates, and names of its state
-        self.beside: tuple[str, ...] = ()  # names of what is kept of each parameter for others than the rule
+        self.matrices: dict[Tensor, tuple[str, ...]] = {}  # parameters that `optim/matrices.py` updates → state names
+        self.beside: tuple[str, ...] = ()  # names of further state that the rule does not use (averages)
         self.finish: Callable[[], None] = lambda: None  # called at the end of a step (`optim/qk_clip.py`)
 
     @classmethod

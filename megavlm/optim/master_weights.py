@@ -82,7 +82,7 @@ def give_model(optimizer: Any, chunks: Sequence[Any]) -> None:
             part._copy_main_params_to_model_params()
     for chunk in chunks:
         if isinstance(chunk, FullyShardedChunk):
-            chunk.reshard()  # what is gathered is of before
+            chunk.reshard()  # gathered weights are old
         elif isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer:
             chunk.start_param_sync(force_sync=True)
 

@@ -39,7 +39,7 @@ from megavlm.optim.stores import Shard
 
 
 def _adamw_group(options: OptimizerConfig) -> dict[str, Any]:
-    # `bias_correction` is what the fused optimizers of other programs read in a group that they resume.
+    # The fused optimizers of other programs read `bias_correction` in a parameter group on resume.
     return {"bias_correction": True, "betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
 
 

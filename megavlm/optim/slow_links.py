@@ -75,7 +75,7 @@ class Reduction:
 
     def __init__(self, coded: Coded, levels: Levels | None = None) -> None:
         self.coded, self.levels = coded, levels
-        self.errors: dict[int, Tensor] = {}  # by what they are residuals of
+        self.errors: dict[int, Tensor] = {}  # residuals by the `index` of their gradients
 
     def scatter(self, index: int, gradients: Tensor, group: dist.ProcessGroup) -> None:
         """Reduce-scatter gradients in place over a group; `index` identifies their residual."""

@@ -234,7 +234,7 @@ class Scratch:
                 f"{self._option}: cannot reserve {size / 2**30:.2f} GiB for a rank's moments ({error.strerror}): free "
                 "space, or name another folder"
             ) from error
-        # The bytes of the file as numbers: what is written to them is in the file, and the reverse.
+        # The bytes of the file as numbers, mapped: a write to the tensor changes the file, and the reverse.
         self.numbers = torch.empty(0)
         if size:
             self.numbers = torch.frombuffer(mmap.mmap(self._file.fileno(), size), dtype=torch.float32)

@@ -73,7 +73,7 @@ def join(timeout: timedelta) -> Meeting:
             f"no connection at MASTER_ADDR {address}, MASTER_PORT {port}: {told}: rank 0 must run there, with a port "
             "that is free and reachable"
         ) from error
-    except dist.DistStoreError as error:  # without torchrun, whose store is there before
+    except dist.DistStoreError as error:  # without torchrun: its store exists before
         raise TimeoutError(
             f"{str(error).rstrip('.')} (--distributed-timeout-minutes): start the others, with the same MASTER_ADDR "
             "and MASTER_PORT, or look why they end"
