@@ -79,8 +79,8 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
 def _choose_update(part: Any, config: Config) -> None:
     """Replace the inner optimizer of a megatron-core optimizer, before it has state, by the run's elementwise rule.
 
-    megavlm's optimizer divides gradients as it reads them, which Transformer Engine's cannot, and resumes sharded runs,
-    which torch's cannot.
+    megavlm's optimizer divides gradients as it reads them, which Transformer Engine's does not, and resumes sharded
+    runs, which torch's does not.
     """
     options = config.optimizer
     rule = ELEMENTWISE[options.rule.elementwise.name]
