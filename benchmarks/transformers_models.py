@@ -67,6 +67,16 @@ def llava_config(shape: Shape) -> Any:
     return transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=shape.vocabulary - 1)
 
 
+def vision_tokens(end: int) -> dict[str, int]:
+    """Return the tokens of images and videos in Qwen's configurations: the last ones of a vocabulary of `end`."""
+    return {
+        "image_token_id": end - 1,
+        "video_token_id": end - 2,
+        "vision_start_token_id": end - 4,
+        "vision_end_token_id": end - 3,
+    }
+
+
 def qwen_config(shape: Shape) -> Any:
     """Return the Qwen2_5_VLConfig of a shape."""
     import transformers
@@ -89,13 +99,9 @@ def qwen_config(shape: Shape) -> Any:
         "num_key_value_heads": language.num_query_groups,
         "rope_parameters": rope,
     }
-    tokens = {
-        "image_token_id": end - 1,
-        "video_token_id": end - 2,
-        "vision_start_token_id": end - 4,
-        "vision_end_token_id": end - 3,
-    }
-    return transformers.Qwen2_5_VLConfig(vision_config=tower, text_config=text, tie_word_embeddings=False, **tokens)
+    return transformers.Qwen2_5_VLConfig(
+        vision_config=tower, text_config=text, tie_word_embeddings=False, **vision_tokens(end)
+    )
 
 
 def qwen3_5_config(shape: Shape) -> Any:
@@ -129,11 +135,7 @@ def qwen3_5_config(shape: Shape) -> Any:
         "rope_parameters": rope,
         "layer_types": [kinds[layer in language.linear_attention_layers] for layer in range(language.num_layers)],
     }
-    tokens = {
-        "image_token_id": end - 1,
-        "video_token_id": end - 2,
-        "vision_start_token_id": end - 4,
-        "vision_end_token_id": end - 3,
-    }
     tied = language.tie_embeddings
-    return transformers.Qwen3_5Config(vision_config=tower, text_config=text, tie_word_embeddings=tied, **tokens)
+    return transformers.Qwen3_5Config(
+        vision_config=tower, text_config=text, tie_word_embeddings=tied, **vision_tokens(end)
+    )
