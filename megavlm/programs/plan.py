@@ -18,6 +18,7 @@ from megavlm.config.schema import Config, DataConfig
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
 from megavlm.files import write_out
+from megavlm.planner.advice import explanation
 from megavlm.planner.candidates import Space
 from megavlm.planner.devices import MACHINES
 from megavlm.planner.hardware import PROFILES, profile
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
     parser.add_argument("--top", type=count, default=10, metavar="N", help="Number of layouts to rank.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
+    parser.add_argument("--explain", action="store_true", help="Say why it is not the layout that guides advise.")
     add_cost_options(parser.add_argument_group("cost, with --machine"))
     return parser
 
@@ -122,6 +124,8 @@ def plan(options: argparse.Namespace) -> int:
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(f"a step has {several(batch, 'sequence')} (--gbs) of {length:,} tokens, {batch * length:,} in all")
     print(report(outcome))
+    if outcome.best and options.explain:
+        print("", explanation(options.gpus, hardware, outcome, stages), sep="\n")
     if outcome.best and machine is not None:
         print("", *costs(options, config, outcome.best[0], machine), sep="\n")
     return 0 if outcome.best else 1
