@@ -10,6 +10,7 @@ length (activations, batches) goes on as it does; "memory" says whose: the devic
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ GPUS = {"7b": {2**15: 8, 2**17: 16, 2**20: 64}, "72b": {2**15: 64, 2**17: 64, 2*
 IMAGES = {2**15: 16, 2**17: 64, 2**20: 512}
 TOKENS = 2**22  # of a step
 NAMES = {2**15: "32k", 2**17: "128k", 2**20: "1M"}
+USUAL = re.compile(r"\b(?:(?:TP|CP|PP|VPP|DP)1|mbs 1|recompute none|stages) ")  # left out of a layout's name
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Row:
             f"{self}: {seconds:.1f} s of processor time, {found.tried} tried, {found.simulated} simulated", flush=True
         )
         length, place = longest(best, self.length, hardware)
-        label = best.candidate.label.replace(" VPP1", "")
+        label = USUAL.sub("", best.candidate.label)
         return (
             f"| {self.model.upper()} | {NAMES[self.length]} | {options.gpus} {self.gpu.upper()} "
             f"| {label} | {best.step.seconds:.0f} | {best.tokens_per_second:,.0f} | {best.mfu:.1%} "

@@ -9,6 +9,7 @@ measured.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ from megavlm.rules.load import values_in_file
 FOLDER = Path(__file__).parents[1] / "recipes"
 DOCUMENT = FOLDER.parent / "docs" / "recipes.md"
 MARK = "# planner: "
+_PREFIX = re.compile("# (?:A VLM of .* from |[^,]*, )")  # of a recipe's first line: what its name says
 CLOSE = 0.03  # layouts that differ by less are taken for equally fast: the model is not better than that
 
 
@@ -116,7 +118,7 @@ def table(found: Sequence[Recipe]) -> str:
         model, what = each.config.model, each.path.read_text(encoding="utf-8").partition("\n")[0]
         count = sum(model_parameters(name, model) for name in layer_names(model)) / 1e9
         rows.append(
-            f"| `{each.path.stem}` | {what.removeprefix('# ').rpartition(', on ')[0]} | {count:.1f} B | "
+            f"| `{each.path.stem}` | {_PREFIX.sub('', what).rpartition(', on ')[0]} | {count:.1f} B | "
             f"{each.gpus:,} {each.hardware.name.upper()} | {each.peak / GIB:.1f} of {each.hardware.memory / GIB:.1f} | "
             f"{each.step.seconds:.2f} |"
         )

@@ -17,10 +17,9 @@ from tables import with_table
 
 import recipes
 from megavlm.arch.scenario import Sharding
-from megavlm.planner.advice import ADVICE, Advice, predicted, terms
+from megavlm.planner.advice import ADVICE, ERROR, Advice, predicted, terms
 from megavlm.planner.candidates import Space
 from megavlm.planner.evaluator import GIB, Estimate
-from megavlm.planner.report import ERROR
 from megavlm.planner.search import search
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
@@ -73,10 +72,11 @@ def documented(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="Write the table to docs/reports/predictions.md, too.")
-    given = parser.parse_args()
-    print(table())
+    given, found = parser.parse_args(), table()
+    print(found)
     if given.write:
-        DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+        text = DOCUMENT.read_text(encoding="utf-8")
+        DOCUMENT.write_text(with_table(text, "benchmarks/strategies.py", found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log
 from statistics import mean
@@ -16,10 +16,10 @@ from megavlm.planner.evaluator import GIB, Estimate, LayoutEvaluator
 from megavlm.planner.hardware import Hardware, Link
 from megavlm.planner.memory import Memory
 from megavlm.planner.partition import Cuts, simulate_partition
-from megavlm.planner.report import ERROR
-from megavlm.planner.search import SearchResult, search
+from megavlm.planner.search import SearchResult, search_with
 from megavlm.planner.step_time import cached_seconds
 
+ERROR = 0.136  # of predicted step times, in the median of 16 configurations: docs/reports/measured.md
 _SMALL = 0.01  # of the longer step: terms that differ by less are not named
 
 
@@ -84,25 +84,22 @@ def advised(parameters: float, world: int) -> tuple[Advice, ...]:
     return tuple(each for each in fitting if far(each) == nearest)
 
 
-def explanation(world: int, hardware: Hardware, found: SearchResult, stages: Sequence[Hardware] = ()) -> str:
-    """Return three sentences on the best layout of a search beside what guides advise, or one on why that cannot run.
-
-    The arguments are those of the search, of which at least one layout must have been `found`.
+def explanation(found: SearchResult) -> str:
+    """Return three sentences on the best layout of a search, which must have `found` one, beside what guides advise; or
+    one sentence on why that cannot run.
     """
-    config = found.evaluator.config
-    parameters = sum(model_parameters(name, config.model) for name in layer_names(config.model))
-    tried = [
-        search(config, world, hardware, space=each.space, top=1, stages=stages) for each in advised(parameters, world)
-    ]
-    running = [each for each in tried if each.best]
+    evaluator, best = found.evaluator, found.best[0]
+    model, world = evaluator.config.model, best.candidate.dims.world
+    parameters = sum(model_parameters(name, model) for name in layer_names(model))
+    tried = [search_with(evaluator, world, space=each.space, top=1) for each in advised(parameters, world)]
+    running = [outcome.best[0] for outcome in tried if outcome.best]
     if not running:
         lacks = [each.reason for outcome in tried for each in outcome.rejected] or [
             "experts are sharded by ZeRO-1 alone"
         ]
         return f"What guides advise for a model of this size cannot run: {lacks[0]}."
-    theirs = min(running, key=lambda each: each.best[0].step.seconds)
-    ours, other = (predicted(each.best[0], each.evaluator) for each in (found, theirs))
-    return " ".join(why(ours, other))
+    theirs = min(running, key=lambda each: each.step.seconds)
+    return " ".join(why(predicted(best, evaluator), predicted(theirs, evaluator)))
 
 
 def predicted(estimate: Estimate, evaluator: LayoutEvaluator) -> Predicted:

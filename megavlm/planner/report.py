@@ -8,19 +8,21 @@ from collections.abc import Sequence
 
 from megavlm.arch.scenario import expert_imbalance
 from megavlm.config.messages import aligned
+from megavlm.planner.advice import ERROR, explanation
 from megavlm.planner.evaluator import GIB, Estimate, Rejected
 from megavlm.planner.host_memory import host_line
 from megavlm.planner.memory import table as memory_table
 from megavlm.planner.search import SearchResult
 
-ERROR = 0.136  # of predicted step times, in the median of 16 configurations: docs/reports/measured.md
 _NUMBER = re.compile(r"\d[\d.,]*")
 _HEADER = ("layout", "step s", "tokens/s", "MFU", "bubble", "weights", "gradients", "optimizer", "activations", "other",
            "GiB in all")  # fmt: skip
 
 
-def report(outcome: SearchResult) -> str:
-    """Return the report of a search as text; if no layout can run, the reasons why."""
+def report(outcome: SearchResult, *, explain: bool = False) -> str:
+    """Return the report of a search as text, which may `explain` the best layout beside the one that guides advise; if
+    no layout can run, the reasons why.
+    """
     if not outcome.best:
         return "\n".join(["no layout can run", *reasons(outcome.rejected)])
     best = outcome.best[0]
@@ -44,6 +46,7 @@ def report(outcome: SearchResult) -> str:
             "",
             f"{outcome.tried} layouts, {outcome.simulated} simulated, {len(outcome.rejected)} cannot run"
             + (f"; most often {reasons(outcome.rejected)[0].strip()}" if outcome.rejected else ""),
+            *(["", explanation(outcome)] if explain else []),
         ]
     )
 

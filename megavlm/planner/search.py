@@ -61,18 +61,22 @@ def search(
     `stages`: the devices of equal runs of pipeline stages, if they differ; `hardware` then counts for everything but
     the pipeline's passes and memory.
     """
-    space = space or Space()
-    if config.parallel.schedule is not None:
-        space = replace(space, schedule=(config.parallel.schedule,))
     precision = config.precision.dtype
     own = [for_precision(each, precision) for each in stages]
-    device = for_precision(hardware, precision)
-    evaluator = LayoutEvaluator(config, device, stages=own)
+    evaluator = LayoutEvaluator(config, for_precision(hardware, precision), stages=own)
+    return search_with(evaluator, world, space=space or Space(), top=top)
+
+
+def search_with(evaluator: LayoutEvaluator, world: int, *, space: Space, top: int) -> SearchResult:
+    """Return the `top` fastest layouts of a space, by an evaluator, and why others cannot run."""
+    config = evaluator.config
+    if config.parallel.schedule is not None:
+        space = replace(space, schedule=(config.parallel.schedule,))
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0
     vision_tp = config.parallel.vision_tensor_model_parallel_size
-    offloads = hardware.on_gpu and bool(space.offload)
+    offloads = evaluator.hardware.on_gpu and bool(space.offload)
     length, offload, experts = config.train.seq_length, kinds_offloaded(config), config.model.experts.num_experts
     every = candidates(world, space, length=length, vision_tp=vision_tp, offload=offload, experts=experts)
     for wanted in every:

@@ -18,7 +18,6 @@ from megavlm.config.schema import Config, DataConfig
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
 from megavlm.files import write_out
-from megavlm.planner.advice import explanation
 from megavlm.planner.candidates import Space
 from megavlm.planner.devices import MACHINES
 from megavlm.planner.hardware import PROFILES, profile
@@ -123,9 +122,7 @@ def plan(options: argparse.Namespace) -> int:
         print(f"wrote {options.out}")
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(f"a step has {several(batch, 'sequence')} (--gbs) of {length:,} tokens, {batch * length:,} in all")
-    print(report(outcome))
-    if outcome.best and options.explain:
-        print("", explanation(options.gpus, hardware, outcome, stages), sep="\n")
+    print(report(outcome, explain=options.explain))
     if outcome.best and machine is not None:
         print("", *costs(options, config, outcome.best[0], machine), sep="\n")
     return 0 if outcome.best else 1

@@ -75,6 +75,7 @@ def test_a_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     few = [*"--model qwen2_vl_2b --gpus 2 --top 1 --images 1x448 --placement stages --recompute none --explain".split()]
     assert plan.main(few) == 0
     assert "× as long" in capsys.readouterr().out.splitlines()[-1]
-    tiny = PROFILES["h100"]
-    best = search(SMALL, 2, tiny, space=Space(pp=(1,), tp=(1,), sharding=("none",), placement=("stages",)), top=1)
-    assert explanation(2, tiny, best) == f"The best layout is what guides advise: {best.best[0].candidate.label}."
+    best = search(
+        SMALL, 2, PROFILES["h100"], space=Space(pp=(1,), tp=(1,), sharding=("none",), placement=("stages",)), top=1
+    )
+    assert explanation(best) == f"The best layout is what guides advise: {best.best[0].candidate.label}."
