@@ -15,7 +15,7 @@ import json
 import re
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,22 @@ def line(row: Row, found: Sequence[tuple[dict[str, Any], float]], machines: Sequ
 
     runs = "one run" if len(values) == 1 else f"{len(values)} runs"
     low, high = (re.sub(r"[^\d.]+$", "", shown(bound(values))) for bound in (min, max))
-    spread = "–" if len(values) == 1 else f"{low} to {high}"
+    spread = f" ({low} to {high})" if low != high else ""
     loads = [record["load_average_before"] for record, _ in found]
     load = f"{min(loads):.1f}" if len(loads) == 1 else f"{min(loads):.1f}–{max(loads):.1f}"
     busy = ", **busy**" if row.by_the_clock and max(loads) >= BUSY else ""
     used = "".join(sorted({_letter(machines.index(machine(record))) for record, _ in found}))
     made = f"{runs}, {found[-1][0]['date'][:10]}, {used} {load}{busy}"
-    return f"| {row.what} | {shown(statistics.median(values))} | {spread} | {made} |"
+    return f"| {row.what} | {shown(statistics.median(values))}{spread} | {made} |"
+
+
+def once(lines: Iterable[str]) -> Iterator[str]:
+    """Yield rows of the table; the last cell is empty where it is that of the row above."""
+    above = ""
+    for each in lines:
+        start, _, last = each.rpartition(" | ")
+        yield f"{start} | |" if last == above else each
+        above = last
 
 
 def machine(record: dict[str, Any]) -> str:
@@ -75,10 +84,10 @@ def table() -> str:
     """Return the table, with a line for each command, and the list of machines, in Markdown."""
     found = [(row, samples(row, records(row.record))) for row in ROWS]
     machines = list(dict.fromkeys(machine(record) for _, pairs in found for record, _ in pairs))
-    lines = ["| what | median | spread | runs, last, machine and load |", "|---" * 4 + "|"]
+    lines = ["| what | median (spread) | runs, last, machine and load |", "|---" * 3 + "|"]
     for command in dict.fromkeys(row.command for row, _ in found):
         lines.append(f"| **`{command}`** |")
-        lines += [line(row, pairs, machines) for row, pairs in found if row.command == command]
+        lines += once(line(row, pairs, machines) for row, pairs in found if row.command == command)
     listed = [f"- {_letter(number)}: {name}" for number, name in enumerate(machines)]
     return "\n".join([*lines, "", "Machines:", "", *listed])
 

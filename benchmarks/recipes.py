@@ -110,8 +110,10 @@ def _order(recipe: Recipe) -> tuple[bool, str, int]:
 
 def table(found: Sequence[Recipe]) -> str:
     """Return a Markdown table of the recipes: what their dry runs say."""
+    sizes = {each.hardware.name.upper(): each.hardware.memory / GIB for each in found}
+    room = " or ".join(f"{size:.1f} ({name})" for name, size in sorted(sizes.items()))
     rows = [
-        "| recipe | trains | parameters | GPUs | fullest rank, GiB | a step, s |",
+        f"| recipe | trains | parameters | GPUs | fullest rank, GiB of {room} | a step, s |",
         "|---|---|---|---|---|---|",
     ]
     for each in sorted(found, key=_order):
@@ -119,7 +121,7 @@ def table(found: Sequence[Recipe]) -> str:
         count = sum(model_parameters(name, model) for name in layer_names(model)) / 1e9
         rows.append(
             f"| `{each.path.stem}` | {_PREFIX.sub('', what).rpartition(', on ')[0]} | {count:.1f} B | "
-            f"{each.gpus:,} {each.hardware.name.upper()} | {each.peak / GIB:.1f} of {each.hardware.memory / GIB:.1f} | "
+            f"{each.gpus:,} {each.hardware.name.upper()} | {each.peak / GIB:.1f} | "
             f"{each.step.seconds:.2f} |"
         )
     return "\n".join(rows)

@@ -10,7 +10,6 @@ advised layout is fastest. Nothing is offloaded, and nothing here is measured.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from tables import with_table
@@ -26,7 +25,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
 NAMES: dict[Sharding, str] = {"none": "", "optimizer": "ZeRO-1", "optimizer_gradients": "ZeRO-2", "full": "ZeRO-3"}
 # The recipe of each size, by billions of parameters.
 RECIPES = {2: "smolvlm_2b_1gpu", 7: "vlm_7b", 8: "qwen3_vl_8b", 13: "vlm_13b", 34: "vlm_34b", 70: "vlm_70b",
-           175: "vlm_175b", 530: "vlm_540b", 540: "vlm_540b"}  # fmt: skip
+           175: "vlm_175b", 530: "vlm_530b", 540: "vlm_540b"}  # fmt: skip
 
 
 def compared(advice: Advice) -> tuple[str, str]:
@@ -34,10 +33,8 @@ def compared(advice: Advice) -> tuple[str, str]:
     are within the planner's error.
     """
     recipe = recipes.read(recipes.FOLDER / f"{RECIPES[int(advice.billions)]}.yaml")
-    batch = 1152 if advice.gpus % 3 == 0 else recipe.config.train.global_batch_size  # divided by DP
-    config = replace(recipe.config, train=replace(recipe.config.train, global_batch_size=batch))
     found, other = (
-        search(config, advice.gpus, recipe.hardware, space=space, top=1)
+        search(recipe.config, advice.gpus, recipe.hardware, space=space, top=1)
         for space in (Space(cp=(1,), offload=()), advice.space)
     )
     best, theirs, name = found.best[0], other.best[0], f"{advice.billions:g}B, {advice.gpus:,}"

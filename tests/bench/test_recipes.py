@@ -115,7 +115,7 @@ SAMPLED = (
 @pytest.mark.parametrize(
     ("script", "row"),
     [
-        ("claims", "| claim | claimed | predicted |"),
+        ("claims", "| claim | claimed | predicted | verdict |"),
         ("predict_gpu", "| LLaVA-1.5-7B, H100, ms |"),
         ("recipes", "| `internvl3_8b` |"),
         ("schedules", "| PP4 m=16 frozen tower |"),
