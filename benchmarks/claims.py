@@ -263,18 +263,18 @@ def strategies() -> Iterator[Row]:
         host = speed(each, gpus, "full", fast, offload=("optimizer", "parameters")) / base
         second = [speed(each, gpus, "optimizer_gradients", fast) / base] if len(ratios) == 3 else []
         which = "ZeRO-2; 3; 3 and host" if second else "ZeRO-3; and host"
-        yield row(f"{name} GPUs, over FSDP's: {which}", ratios, [*second, 1.0, host], "×", digits=2)
+        yield row(f"{name} GPUs, speed over FSDP's: {which}", ratios, [*second, 1.0, host], "×", digits=2)
     alone = speed(model, 8, "full", fast)
     whole, hybrid = (
         [100 * speed(model, 32, "full", links, together=together) / alone for links in (fast, slow)]
         for together in (32, 8)
     )
-    claim = "one of 32 GPUs over one of 8, at 200; 25 GB/s: ZeRO-3; HSDP"
+    claim = "speed of one of 32 GPUs over one of 8, at 200; 25 GB/s: ZeRO-3; HSDP"
     yield row(claim, (75, 75, 90, 90), [*whole, *hybrid], "%")
     gains = [100 * (ours / theirs - 1) for ours, theirs in zip(hybrid, whole, strict=True)]
     yield row("HSDP over ZeRO-3, at 200; 25 GB/s", ((15, 20),) * 2, gains, "% more")
     rates = [100 * speed(model, 64, "full", network(gbit / 8)) / alone for gbit in (1000, 400, 100)]
-    claim = "ZeRO-3, one of 64 over one of 8, at 1,000; 400; 100 Gbit/s"
+    claim = "ZeRO-3, speed of one of 64 over one of 8, at 1,000; 400; 100 Gbit/s"
     yield row(claim, ((85, 115), (0, 85), (0, 85)), rates, "%", "1,000 is needed")
     small = language_model(2e9)
     one, plain = speed(small, 1, "none", fast), speed(small, 4, "none", fast)
