@@ -25,6 +25,10 @@ from megavlm.config.option import (
 from megavlm.config.registry import SourceSections
 
 SYNTHETIC = Needs(lambda config: data_kind(config) == "synthetic", "except on synthetic data", "use --data synthetic")
+TEACHER = Needs(lambda config: config.data.teacher is not None, "without a teacher", "set data.teacher=DIR")
+TOKENS = Needs(
+    lambda config: config.model.objective.kind == "next-token", "with another objective", "leave out --objective"
+)
 of_files, of_synthetic = partial(option, needs=DATASETS), partial(option, needs=SYNTHETIC)
 
 
@@ -134,6 +138,20 @@ class DataConfig:
         "Files: change brightness, contrast and saturation of each image that is trained on by up to this share.",
         flag=KEY_ONLY,
         valid=FRACTION,
+    )
+    teacher: str | None = option(
+        None,
+        "Files: folder of scores that `megavlm logprobs TEACHER DATA --top-k K` wrote, to train on the teacher's K "
+        "likeliest tokens (distillation); default: on the data's tokens alone.",
+        flag=KEY_ONLY,
+        needs=(DATASETS, TOKENS),
+    )
+    teacher_weight: float = option(
+        1.0,
+        "Weight of the teacher's probabilities in the loss; the data's tokens have what is left of 1.",
+        flag=KEY_ONLY,
+        valid=SHARE,
+        needs=TEACHER,
     )
     video_fps: float | None = of_files(
         None,

@@ -122,8 +122,8 @@ def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *
         if not len(trained):
             trained = torch.zeros(1, dtype=torch.int64)  # a position whose loss mask is 0
 
-    def cut(values: Tensor) -> Tensor:
-        return in_memory_of(values, values.index_select(-1, own))
+    def cut(values: Tensor, axis: int = -1) -> Tensor:
+        return in_memory_of(values, values.index_select(axis, own))
 
     return replace(
         text,
@@ -135,6 +135,8 @@ def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *
         trained_positions=trained,
         sources=None if text.sources is None else cut(text.sources),
         further_positions=None if text.further_positions is None else cut(text.further_positions),
+        teacher_tokens=None if text.teacher_tokens is None else cut(text.teacher_tokens, 1),
+        teacher_weights=None if text.teacher_weights is None else cut(text.teacher_weights, 1),
         **_part_of_pool(text, split, rank=rank, length=length),
     )
 

@@ -19,7 +19,7 @@ from megavlm.arch.packing import imbalance, of_micro_batches, of_ranks
 from megavlm.data.broadcast import ReplicaBroadcast
 from megavlm.data.collator import Collator
 from megavlm.data.sampler import BatchSampler
-from megavlm.data.types import Imbalance, LoaderState, Segments, StepData
+from megavlm.data.types import CollatedBatch, Imbalance, LoaderState, Segments, StepData
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
 
@@ -46,7 +46,7 @@ class RankLoader:
         dp_size: int,
         micro_batch_size: int,
         balance: bool = False,
-        stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
+        stage: Callable[[CollatedBatch], MicroBatch] = lambda collated: collated.batch,
     ) -> None:
         """Prepare the loader; reading begins at the first `next_step`.
 
@@ -129,7 +129,7 @@ class RankLoader:
         found = tuple(skip for each in collated for skip in each.skipped)
         first = self._dp_rank == 0
         step = StepData(
-            batches=[self._stage(each.batch) for each in collated],
+            batches=[self._stage(each) for each in collated],
             read=batch.read if first else 0,
             skipped=(*batch.skipped, *found) if first else found,
             imbalance=evenness,

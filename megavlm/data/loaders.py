@@ -27,7 +27,8 @@ from megavlm.data.costs import ImageAssignment
 from megavlm.data.loader import DataLoader, RankLoader, pinned
 from megavlm.data.sampler import BatchSampler, ValidationBatchSampler
 from megavlm.data.source import Source
-from megavlm.data.types import ID, HeldOut
+from megavlm.data.teacher import Teacher
+from megavlm.data.types import ID, CollatedBatch, HeldOut
 from megavlm.errors import UserError, one_line
 from megavlm.files import replace_file
 from megavlm.inputs.batch import MicroBatch
@@ -109,24 +110,27 @@ def build_loaders(
             own_images = all_images
         references = References(Path(config.run.run_dir)) if objective_of(config.model).refers else None
 
-        def stage(batch: MicroBatch) -> MicroBatch:
-            return pinned(batch if references is None else references.added(batch), device)
+        def stage(collated: CollatedBatch, teacher: Teacher | None = None) -> MicroBatch:
+            batch = collated.batch if references is None else references.added(collated.batch)
+            if teacher is not None:
+                batch = teacher.added(batch, [source.name(sample) for sample in collated.samples])
+            return pinned(batch, device)
 
         make = partial(source.collator, own_images=own_images, pool=source.worker_pool(device))
         loader = partial(
             RankLoader,
             micro_batch_size=config.train.micro_batch_size,
             balance=config.data.balance,
-            stage=stage,
         )
         spec = replace(CollateSpec.of(config, source), dtype=dtype)
         collator = make(spec)
         sampler = source.sampler(config, collator)
-        training = loader(sampler, collator, dp_rank=at.dp, dp_size=dims.dp)
+        taught = partial(stage, teacher=Teacher.of(config, vocab_size=source.vocab_size))
+        training = loader(sampler, collator, dp_rank=at.dp, dp_size=dims.dp, stage=taught)
         if validation:
             collator = make(replace(spec, num_sources=len(source.validation_names)))
             sampler = _validation_sampler(config, validation, collator, groups)
-            measured = loader(sampler, collator, dp_rank=at.dp, dp_size=dims.dp)
+            measured = loader(sampler, collator, dp_rank=at.dp, dp_size=dims.dp, stage=stage)
     return Loaders(
         DataLoader(training, broadcast=broadcast),
         DataLoader(measured, broadcast=broadcast) if validation else None,

@@ -125,12 +125,23 @@ class TextBatch:
     pool: Tensor | None = None  # [2, K] int64: pooled positions in the flattened [B·S], and the text of each
     pool_weights: Tensor | None = None  # [K] float32: their weights, which add up to 1 for each text
     reference: Tensor | None = None  # [R] float64: log-probability of each answer by the run's initial model
+    # [B, S, K] int64 and float32: a teacher's likeliest tokens at each position, and their weights as labels; what the
+    # weights leave of 1 is the weight of the label
+    teacher_tokens: Tensor | None = None
+    teacher_weights: Tensor | None = None
     further_positions: Tensor | None = None  # [D, B, S] or [D, 3, B, S]: `positions` of the token 1, … D places later
 
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens without padding."""
         return sum(self.lengths)
+
+    @property
+    def teacher(self) -> tuple[Tensor, Tensor] | None:
+        """Return `teacher_tokens` and `teacher_weights`; None without a teacher."""
+        if self.teacher_tokens is None or self.teacher_weights is None:
+            return None
+        return self.teacher_tokens, self.teacher_weights
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by field name, without fields that are None."""

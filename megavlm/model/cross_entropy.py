@@ -2,10 +2,11 @@
 
 Arithmetic is in fp32 for a few positions at a time, so that there is never an fp32 copy of all logits. The gradient
 overwrites the logits. `linear_cross_entropy` computes the output layer and its loss as one operation, with the logits
-of some positions in memory at a time. The loss of position t is log Σ exp(x) − x[label] with x = W h. Its gradients,
-multiplied by the loss's own gradient g:
+of some positions in memory at a time. The loss of position t is log Σ exp(x) − x[label] with x = W h, and with several
+labels k of weights w_k, which add up to 1 (distillation), log Σ exp(x) − Σ w_k x[label k]. Its gradients, multiplied by
+the loss's own gradient g:
 
-    of h_t:  g_t Σ over rows v of the vocabulary of p_tv W_v,  with p = softmax(x) − 1[label]
+    of h_t:  g_t Σ over rows v of the vocabulary of p_tv W_v,  with p = softmax(x) − Σ w_k 1[label k]
     of W_v:  Σ over positions t of g_t p_tv h_t
 
 The first needs all rows for some positions: it is computed in the forward pass, while their logits are in memory, and
@@ -16,7 +17,8 @@ positions, whose p then stays in memory.
 
 Computing the gradient beside the loss follows Liger Kernel (Hsu et al. 2024), which sums the weight's over chunks of
 positions; computing logits twice follows Cut Cross-Entropy (Wijmans et al. 2024), whose kernel keeps none in memory.
-Legend: T positions, H width, W rows of the vocabulary on this tensor-parallel rank, V of a block of them.
+Legend: T positions, H width, W rows of the vocabulary on this tensor-parallel rank, V of a block of them, K labels of a
+position.
 """
 
 from __future__ import annotations
@@ -39,21 +41,26 @@ CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup], tuple[Tensor, Tenso
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup, *, softcap: float | None = None
+    logits: Tensor,
+    labels: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    weights: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return −log softmax(logits)[label] of each position, and m and s of its softmax exp(x − m)/s: [T] fp32 each.
 
     The logits [T, W], in any precision, are overwritten with the gradient of the loss: (softmax − 1[label]) · `unit_of`
     their type. With `softcap` it is the gradient of the logits before `bounded`. A label [T] in no rank's columns has
-    logit 0.
+    logit 0. With labels [T, K] and their `weights` [T, K], the loss is the weighted mean over a position's labels.
     """
-    columns, held = own_columns(labels, first=group.rank() * logits.shape[1], width=logits.shape[1])
-    predicted = label_logits(logits, columns, held)
+    columns, shares = own_columns(labels, weights, first=group.rank() * logits.shape[1], width=logits.shape[1])
+    predicted = label_logits(logits, columns, shares)
     pieces = [_largest_and_sum(part) for (part,) in in_pieces(logits)]
     largest, sums = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     largest, sums, predicted = over_ranks(largest, sums, predicted, group)
     unit = torch.full_like(sums, unit_of(logits.dtype))
-    for piece in in_pieces(logits, largest, sums, columns, held, unit):
+    for piece in in_pieces(logits, largest, sums, columns, shares, unit):
         write_gradient(*piece, softcap=softcap)
     return sums.log() - (predicted - largest), largest, sums
 
@@ -66,8 +73,7 @@ def te_cross_entropy(
     The kernel steps through rows by the last stride of the labels and the second last of the logits, so both must be
     contiguous. Its loss is log Σ exp(x) − x[label], from which m = log Σ exp(x) follows with s = 1.
     """
-    columns, held = own_columns(labels, first=group.rank() * logits.shape[1], width=logits.shape[1])
-    predicted = label_logits(logits, columns, held)
+    predicted = label_logits(logits, *own_columns(labels, first=group.rank() * logits.shape[1], width=logits.shape[1]))
     if group.size() > 1:
         dist.all_reduce(predicted, group=group)
     loss = kernel(logits[None], labels[None].contiguous(), group, is_cg_capturable=True)[0]
@@ -85,16 +91,19 @@ def in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(count) for tensor in (logits, *others)), strict=True)
 
 
-def own_columns(labels: Tensor, *, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return each label's column among `width` from `first` on (else 0), and whether it is one of them, [T] each."""
-    columns = labels - first
+def own_columns(labels: Tensor, weights: Tensor | None = None, *, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return each label's column among `width` from `first` on (else 0), and its weight there (else 0), [T, K] each.
+
+    Labels [T], without `weights`, have weight 1.
+    """
+    columns = (labels[:, None] if weights is None else labels) - first
     held = (columns >= 0) & (columns < width)
-    return columns.where(held, 0), held
+    return columns.where(held, 0), held.float() if weights is None else weights.where(held, 0.0)
 
 
-def label_logits(logits: Tensor, columns: Tensor, held: Tensor) -> Tensor:
-    """Return the logit of each position's label, [T] fp32; 0 if another rank has it."""
-    return logits.gather(1, columns[:, None])[:, 0].float().where(held, 0.0)
+def label_logits(logits: Tensor, columns: Tensor, shares: Tensor) -> Tensor:
+    """Return the weighted sum of the logits of each position's labels on this rank, [T] fp32."""
+    return (logits.gather(1, columns).float().where(shares > 0, 0.0) * shares).sum(1)
 
 
 def _largest_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,14 +128,15 @@ def write_gradient(
     largest: Tensor,
     sums: Tensor,
     columns: Tensor,
-    held: Tensor,
+    shares: Tensor,
     gradient: Tensor,
     *,
     softcap: float | None = None,
 ) -> None:
-    """Overwrite the logits x with (exp(x − m)/s − 1[label]) · gradient, times the slope of `bounded`, 1 − (x/c)²."""
-    scaled = (logits - largest[:, None]).exp_()
-    scaled[torch.arange(len(columns), device=columns.device), columns] -= sums.where(held, 0.0)
+    """Overwrite the logits x with (exp(x − m)/s − Σ w 1[label]) · gradient, times `bounded`'s slope, 1 − (x/c)²."""
+    scaled, rows = (logits - largest[:, None]).exp_(), torch.arange(len(columns), device=columns.device)
+    for column, share in zip(columns.unbind(1), shares.unbind(1), strict=True):  # of a token named twice, both count
+        scaled[rows, column] -= sums * share
     if softcap is not None:
         scaled *= (1 - (logits.float() / softcap).square_()).clamp_(min=0.0)  # padding is far below −c
     torch.mul(scaled, (gradient / sums)[:, None], out=logits)
@@ -152,17 +162,20 @@ class LossOptions:
     weight_gradients: WeightGradients | None = None  # delays the weight's gradient; None: not delayed
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, label_weights: Tensor | None = None
+) -> Tensor:
     """Return the cross entropy of each position, fp32 [T], from hidden states [T, H], weight [W, H] and labels [T].
 
-    The gradient of the hidden states is this rank's share of a sum over tensor-parallel ranks. The backward pass
-    overwrites the saved tensors, so autograd refuses a second one.
+    With labels [T, K] and `label_weights` [T, K], it is the weighted mean over a position's labels. The gradient of the
+    hidden states is this rank's share of a sum over tensor-parallel ranks. The backward pass overwrites the saved
+    tensors, so autograd refuses a second one.
     """
     reached, later = hidden.requires_grad and torch.is_grad_enabled(), None
     if options.weight_gradients is not None and has_halves(hidden, weight):
         later = LaterGradient(weight, options.weight_gradients)
     operand = weight if later is None else weight.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, operand, labels, options, reached, later)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, operand, labels, label_weights, options, reached, later)
     return loss
 
 
@@ -173,6 +186,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
+        label_weights: Tensor | None,
         options: LossOptions,
         reached: bool,
         later: LaterGradient | None,
@@ -183,13 +197,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, max(1, len(hidden)), options.chunk):
             part = slice(start, start + options.chunk)
             logits = logits_of(hidden[part], weight, real=options.real, softcap=options.softcap)
-            terms.append(torch.stack(options.cross_entropy(logits, labels[part], options.group)))
+            if label_weights is None:
+                found = options.cross_entropy(logits, labels[part], options.group)
+            else:  # which Transformer Engine's kernel does not take
+                weights = label_weights[part]
+                found = vocab_parallel_cross_entropy(
+                    logits, labels[part], options.group, weights=weights, softcap=options.softcap
+                )
+            terms.append(torch.stack(found))
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[part])
             kept += [logits] * ctx.kept
             del logits  # before those of the next chunk are computed
         per_position = torch.cat(terms, dim=1)
-        needed = (hidden, weight, *(kept if ctx.kept else (labels, per_position)))
+        needed = (hidden, weight, *(kept if ctx.kept else (labels, label_weights, per_position)))
         ctx.save_for_backward(of_hidden, *(needed if trained else (None, None)))
         ctx.options, ctx.unit = options, unit_of(hidden.dtype)
         owner = weight if later is None else later.weight
@@ -204,7 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if of_hidden is not None:
             of_hidden.mul_(scale)
         if weight is None:
-            return of_hidden, None, None, None, None, None
+            return of_hidden, None, None, None, None, None, None
         later, options, kept, main_grad = ctx.later, ctx.options, ctx.kept, ctx.main_grad
 
         def of_weight() -> Tensor:
@@ -212,14 +233,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if kept:
                 add(rest[0].mul_(scale), slice(None))
             else:
-                labels, per_position = rest
-                _compute_again(hidden, weight, labels, per_position, arrives, options, add)
+                _compute_again(hidden, weight, *rest, arrives, options, add)
             return gradient
 
         if later is None:
-            return of_hidden, of_weight(), None, None, None, None
+            return of_hidden, of_weight(), None, None, None, None, None
         later.leave(of_weight)
-        return of_hidden, None, None, None, None, None
+        return of_hidden, None, None, None, None, None, None
 
 
 Add = Callable[[Tensor, slice], object]  # adds the gradient of some rows of the weight, given that of their logits
@@ -229,6 +249,7 @@ def _compute_again(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    label_weights: Tensor | None,
     per_position: Tensor,
     arrives: Tensor,
     options: LossOptions,
@@ -240,8 +261,9 @@ def _compute_again(
     for start in range(0, len(weight), rows):
         block = weight[start : start + rows]
         logits = logits_of(hidden, block, real=options.real - start, softcap=options.softcap)
-        columns, held = own_columns(labels, first=options.group.rank() * len(weight) + start, width=len(block))
-        for piece in in_pieces(logits, largest, sums, columns, held, arrives):
+        first = options.group.rank() * len(weight) + start
+        columns, shares = own_columns(labels, label_weights, first=first, width=len(block))
+        for piece in in_pieces(logits, largest, sums, columns, shares, arrives):
             write_gradient(*piece, softcap=options.softcap)
         add(logits, slice(start, start + rows))
         del logits, piece  # before those of the next block are computed

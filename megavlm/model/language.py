@@ -135,20 +135,35 @@ class Output(MegatronModule):
         )
 
     def forward(
-        self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, weight: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        weight: Tensor | None = None,
+        teacher: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the cross entropy of each prediction, fp32 [B, S], for labels [B, S]; `weight` is a tied embedding's.
 
-        `positions` [L] of the flattened [B·S] have a loss, by default all; the loss of the others is 0.
+        `positions` [L] of the flattened [B·S] have a loss, by default all; the loss of the others is 0. `teacher` are
+        further labels and their weights, [B, S, K] each; a label's own weight is what they leave of 1. With labels
+        [(1 + D)·B, S], the rows behind the first B have no further labels.
         """
         # A tied weight's gradient is not delayed: its two gradients are summed before they are rounded.
         options = replace(self.options, weight_gradients=self.weight_gradients if weight is None else None)
         hidden, weight = self._whole(hidden), self.linear.weight if weight is None else weight
         rows, (samples, length) = hidden.flatten(0, 1), labels.shape
+        targets, shares = labels, None
+        if teacher is not None:
+            tokens, weights = (F.pad(each, (0, 0, 0, 0, 0, samples - len(each))) for each in teacher)
+            targets = torch.cat([labels[..., None], tokens], dim=-1)
+            shares = torch.cat([1 - weights.sum(-1, keepdim=True), weights], dim=-1)
         if positions is None or len(positions) == labels.numel():
-            return linear_cross_entropy(rows, weight, labels.t().flatten(), options).view(length, samples).t()
+            targets, shares = targets.transpose(0, 1), None if shares is None else shares.transpose(0, 1).flatten(0, 1)
+            losses = linear_cross_entropy(rows, weight, targets.flatten(0, 1), options, shares)
+            return losses.view(length, samples).t()
         chosen = rows.index_select(0, positions % length * samples + positions // length)
-        losses = linear_cross_entropy(chosen, weight, labels.flatten()[positions], options)
+        shares = None if shares is None else shares.flatten(0, 1)[positions]
+        losses = linear_cross_entropy(chosen, weight, targets.flatten(0, 1)[positions], options, shares)
         return losses.new_zeros(labels.numel()).index_copy(0, positions, losses).view(samples, length)
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None, *, at: Tensor | None = None) -> Tensor:

@@ -222,7 +222,7 @@ def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchC
         return part(hidden, text)
     if not context.wants_logits:
         hidden = torch.cat([*context.states, hidden], dim=1) if context.states else hidden
-        return part(hidden, text.labels, text.trained_positions, chunk.tied_weight)
+        return part(hidden, text.labels, text.trained_positions, chunk.tied_weight, text.teacher)
     if context.top is not None:
         return part.statistics(hidden, text.labels, text.trained_positions, chunk.tied_weight, top=context.top)
     rows = context.batch.continuation

@@ -26,6 +26,7 @@ from megavlm.json_files import read_json
 from megavlm.programs.train import enter_world
 
 _ROWS = 1000  # samples per parquet file
+_GROUP = 16  # samples that a reader of one has to read (distillation reads them in any order)
 _STATE = "position.json"
 
 
@@ -151,5 +152,5 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
     temporary = path.with_suffix(".tmp")
     with open_new(temporary) as file:
-        pq.write_table(pa.Table.from_pylist(list(rows)), file)
+        pq.write_table(pa.Table.from_pylist(list(rows)), file, row_group_size=_GROUP)
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""Scores of tokens: those of Transformers, at any layout the same, and continued where a process was interrupted."""
+"""Scores of tokens: those of Transformers, at any layout the same, continued after an interruption, and distilled."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.support.covering import slow
-from tests.support.data_files import sources_of, write_held_out, write_llava
-from tests.support.training import LEAN, started
+from tests.support.data_files import sources_of, write_all, write_held_out, write_llava
+from tests.support.training import LEAN, assert_same_curve, metrics, started, train
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("positions", "tokens", "logprobs", "entropies", "top_tokens", "top_logprobs")
@@ -144,3 +144,67 @@ def test_any_layout_scores_the_same(pools, tmp_path, world, layout, model):
         for mine, piece in zip(ours[record], pieces, strict=True):
             for name, own, other in zip(NAMES, mine, piece, strict=True):
                 np.testing.assert_allclose(own, other, rtol=1e-5, atol=0, err_msg=f"{name} of {record}")
+
+
+def write_teacher(argv: Sequence[str], folder: str, top: int) -> float:
+    """Write the scores of a run's first weights as a command does, and return the mean entropy of a token."""
+    from megavlm.programs.logprobs import _row, _write_rows
+    from megavlm.train.loop import close
+    from megavlm.train.token_scores import scored_batches
+
+    run = started(argv, f"{folder}-run")
+    samples = [sample for batch in scored_batches(run, top=top) for sample in batch.samples]
+    close(run)
+    Path(folder).mkdir()
+    for first in range(0, len(samples), 30):  # files of two groups
+        rows = [_row(*sample, {"entropy": False, "top_k": top}) for sample in samples[first : first + 30]]
+        _write_rows(Path(folder) / f"part-{first:05}.parquet", rows)
+    return float(np.concatenate([scores.entropies for *_, scores in samples]).mean())
+
+
+@pytest.fixture(scope="module")
+def lessons(pools, tmp_path_factory) -> Any:
+    """Return the arguments of a run and its records under two teachers: all tokens of itself, five of another model."""
+    folder = write_all(tmp_path_factory.mktemp("distillation"), samples=20)
+    files, pool = sources_of(folder), pools(1)
+    argv = [*LEAN, *files, *"--images-per-sample 1 --image-sizes --seq-length 40 --global-batch-size 8".split()]
+    argv += "--num-workers 0 --no-save --train-iters 3".split()
+    scored = [*argv, "--validation", files[1].removesuffix(",weight=3"), files[2]]
+    (entropy,) = pool.run(write_teacher, scored, str(folder / "own"), 97)
+    pool.run(write_teacher, [*scored, "--seed", "9"], str(folder / "other"), 5)
+    return argv, folder, entropy
+
+
+def test_a_model_has_nothing_to_learn_from_itself(pools, lessons, tmp_path):
+    argv, folder, entropy = lessons
+    pools(1).run(train, [*argv, "--set", f"data.teacher={folder / 'own'}"], str(tmp_path))
+    first = metrics(tmp_path)[0]
+    assert first["loss"] == pytest.approx(entropy, rel=0.02)
+    assert first["grad_norm"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "model"),
+    [
+        (2, "--tp 2 --micro-batch-size 2", ""),
+        slow(4, "--tp 2 --pp 2 --vpp 2", "--set model.language.final_softcap=5"),
+        slow(2, "--cp 2", "--set model.language.mtp_layers=1"),
+        slow(4, "--pp 2 --cp 2 --placement colocated", "--set execution.loss_chunk_tokens=16"),
+    ],
+)
+def test_any_layout_learns_the_same_from_a_teacher(pools, lessons, tmp_path, world, layout, model):
+    argv, folder, _ = lessons
+    argv = [*argv, "--set", f"data.teacher={folder / 'other'}", "data.teacher_weight=0.7", *model.split()]
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    pools(world).run(train, [*argv, *layout.split()], str(tmp_path / "other"))
+    assert_same_curve(metrics(tmp_path / "other"), metrics(tmp_path / "one"))
+
+
+def test_a_record_without_scores_ends_the_run(pools, lessons, tmp_path):
+    argv, folder, _ = lessons
+    argv = [*argv, "--set", f"data.teacher={folder / 'other'}"]
+    with pytest.raises(AssertionError, match=r"has other tokens for .* of train.*--seq-length"):
+        pools(1).run(train, [*argv, "--train-on", "all"], str(tmp_path / "others"))
+    named = [word.replace("weight=3", "name=more") for word in argv]
+    with pytest.raises(AssertionError, match=r"has no scores for train\.jsonl:.* of more"):
+        pools(1).run(train, named, str(tmp_path / "more"))

@@ -57,6 +57,29 @@ def test_logits_of_a_chunk_alone_are_alive(dtype: torch.dtype, chunk: int, monke
     assert standing.peak < given + gradients + logits + WORK + 64 * TOKENS
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("chunk", [TOKENS, 32])
+def test_several_labels_are_a_distribution(chunk: int, softcap: float | None) -> None:
+    """The weights of a token that is named twice add up."""
+    hidden, weight, labels = _inputs(torch.float32)
+    likeliest = torch.cat([labels[:, None], torch.randint(COLUMNS, (TOKENS, 3)), labels[:, None]], dim=1)
+    shares = torch.rand(TOKENS, 5).softmax(1)
+    options = LossOptions(ALONE, COLUMNS, chunk, cross_entropy=_refused, softcap=softcap)
+    found = linear_cross_entropy(hidden, weight, likeliest, options, shares)
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    targets = torch.zeros_like(logits).scatter_add(1, likeliest, shares)
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(found, expected)
+    arrives = torch.rand(TOKENS)
+    ours, theirs = (torch.autograd.grad(loss, (hidden, weight), arrives) for loss in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def _refused(*_: Any) -> Any:
+    raise AssertionError("a kernel takes one label")
+
+
 def test_a_second_backward_pass_is_refused() -> None:
     """The first one wrote over what was kept."""
     loss = _loss(*_inputs(torch.float32), chunk=TOKENS).sum()
