@@ -74,6 +74,7 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
         slow(4, "--pp 2 --placement colocated --encode-ahead", FROZEN),
         slow(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA),
         slow(4, "--cp 2 --placement colocated --encode-ahead", FROZEN),
+        slow(4, "--pp 2 --cp 2", "--set model.language.mtp_layers=1"),
     ],
 )
 def test_any_layout_measures_the_same(pools, folder, one, tmp_path, world, layout, model):
@@ -81,6 +82,7 @@ def test_any_layout_measures_the_same(pools, folder, one, tmp_path, world, layou
     expected = validated(one(model))
     assert [record["iteration"] for record in expected] == [2, 4]
     assert {"validation/chat/loss", "validation/text/perplexity"} <= expected[0].keys()
+    assert ("validation/mtp_loss" in expected[0]) == ("mtp" in model)
     assert expected[0]["validation/loss"] > 1.001 * expected[1]["validation/loss"], "each has its own weights"
     assert_same_validation(validated(tmp_path), expected)
 

@@ -121,6 +121,7 @@ class ValidationHook(RankHook):
             found = fields(sums, run.source.validation_names, counted=objective.counted)
             if sums[1]:
                 found |= {f"validation/{name}": mean for name, mean in objective.means(measured, sums[1]).items()}
+                found |= {"validation/mtp_loss": sums[-1] / sums[1]} if run.config.model.language.mtp_layers else {}
             if held_out is not None:
                 found |= held_out.scores(run.source.validation_names, run.backend.device)
             found |= accuracies(run)
