@@ -95,13 +95,14 @@ class _TheirSamples(Dataset[dict[str, Tensor]]):
 
 
 def _processor(shape: Shape) -> dict[str, Any]:
-    """Return preprocessor_config.json of the family: LLaVA-1.5 crops to squares, Qwen2.5-VL keeps the sizes."""
-    side = shape.model.vision.image_size
-    if shape.model.vision.window_size is None:
+    """Return preprocessor_config.json of the family: LLaVA-1.5 crops to squares, Qwen's models keep the sizes."""
+    side, patch = shape.model.vision.image_size, shape.model.vision.patch_size
+    if shape.model.vision.position_embedding == "learned":
         square = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
         return {"image_processor_type": "CLIPImageProcessor", **square}
     most = max(height * width for height, width in shape.images)
-    return {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 56**2, "longest_edge": most}}
+    sizes = {"size": {"shortest_edge": 56**2, "longest_edge": most}, "patch_size": patch}
+    return {"image_processor_type": "Qwen2VLImageProcessor", **sizes}
 
 
 def _write_records(shape: Shape, folder: Path) -> None:
@@ -111,7 +112,7 @@ def _write_records(shape: Shape, folder: Path) -> None:
     lines = []
     for number in range(SAMPLES):
         height, width = shape.images[number % len(shape.images)]
-        if shape.model.vision.window_size is None:
+        if shape.model.vision.position_embedding == "learned":
             height, width = 3 * height // 2, 2 * width  # a photograph that is larger than what is cut out of it
         name = f"{number}.jpg"
         Image.fromarray(_photograph(height, width, random)).save(folder / "images" / name, quality=90)

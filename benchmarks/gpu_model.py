@@ -121,7 +121,7 @@ def _shape(name: str, model: ModelConfig, images: Any, sample: int, theirs: Any,
 
 def _toy(model: ModelConfig) -> ModelConfig:
     vision = replace(model.vision, num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
-    vision = replace(vision, image_size=56)
+    vision = replace(vision, image_size=4 * vision.patch_size)
     language = replace(model.language, num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
     language = replace(language, num_query_groups=4, kv_channels=16)
     if vision.full_attention_layers:
