@@ -119,6 +119,7 @@ ITEMS = (
         2,
         "kernels of linear attention against the rule in fp64, forward and backward; a hybrid model's step",
         "pytest tests/gpu/test_linear_attention.py",
+        {"attention.py": "attention.py -k convolution"},
     ),
     _model(
         "files",
