@@ -233,7 +233,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if kept:
                 add(rest[0].mul_(scale), slice(None))
             else:
-                _compute_again(hidden, weight, *rest, arrives, options, add)
+                labels, label_weights, per_position = rest
+                _compute_again(hidden, weight, labels, label_weights, per_position, arrives, options, add)
             return gradient
 
         if later is None:
