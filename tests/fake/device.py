@@ -57,6 +57,8 @@ class NoDevice(FakeTensorMode):
             if pin:
                 self.pinned.add(result.untyped_storage()._cdata)
             return result
+        if func is _aten.empty_like.default and target is not None and torch.device(target).type == "meta":
+            return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="meta")  # not a fake
         assert not pin, f"{func} wants pinned memory on a device"
         if func.namespace == "c10d":
             return _communicated(func, args, leaves)
