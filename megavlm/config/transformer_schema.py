@@ -64,8 +64,10 @@ class VisionConfig:
     )
     rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.", valid=POSITIVE)
     rotary_interleaved: bool = option(
-        False,
-        "2-D rotary embedding: rows use even and columns odd frequencies (Pixtral); off: both use the even ones.",
+        False, "2-D rotary embedding: rows use even, columns odd frequencies (Pixtral); off: both use even ones."
+    )
+    rotary_neighbours: bool = option(
+        False, "2-D rotary embedding: rotate neighbouring channels, by column and row in turn (MoonViT); off: halves."
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
     norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.", valid=POSITIVE)
@@ -83,15 +85,13 @@ class VisionConfig:
     patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
     pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
     norm_before_position: bool = option(
-        False,
-        "Apply the norm layer of model.vision.pre_norm before learned positions are added (GLM-4.1V); off: after.",
+        False, "Apply the norm of model.vision.pre_norm before learned positions are added (GLM-4.1V); off: after."
     )
     post_norm: bool = option(
         True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
     )
     feature_layer: int = option(
-        -1,
-        "Layer whose output the projector receives, counted from the end: -1 is the last layer, -2 the one before it.",
+        -1, "Layer whose output the projector receives, from the end: -1 is the last layer, -2 the one before it."
     )
     window_size: int | None = option(
         None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from PIL.Image import Resampling
@@ -93,16 +93,18 @@ class ProcessorReader:
         defaults: the class's default options, which files leave out.
         build: (options, model, fields common to all processors) → the processor.
         model_types: the only model types that it reads, if they share a class name with another family; default: all.
+        ranges: types and ranges of options that differ from those of `OPTIONS`.
     """
 
     classes: tuple[str, ...]
     defaults: Json
     build: Callable[[Json, ModelConfig, dict[str, Any]], Processor]
     model_types: tuple[str, ...] = ()
+    ranges: Mapping[str, Expected] = field(default_factory=dict)
 
     def read(self, given: Json, model: ModelConfig, *, fast: bool) -> Processor:
         """Build the processor that the options `given` describe. Raises UserError for unsupported options."""
-        options = _filled(given, self.defaults, _IMAGES)
+        options = _filled(given, self.defaults, _IMAGES, self.ranges)
         return self.build(options, model, {**_shared(options, model), "fast": fast})
 
 
@@ -128,7 +130,7 @@ class VideoReader:
         """Build the video processor that the options `given` describe. In place of video options, they may be those of
         an image processor, as in Transformers. Raises UserError for unsupported options.
         """
-        options = _filled(given, self.defaults, _VIDEOS)
+        options = _filled(given, self.defaults, _VIDEOS, {})
         usual = replace(
             self.usual, **{name: options[name] for name in ("fps", "min_frames", "max_frames") if name in options}
         )
@@ -137,10 +139,10 @@ class VideoReader:
         return self.build(options, model, {**_shared(options, model), "usual": usual})
 
 
-def _filled(given: Json, defaults: Json, file: str) -> Json:
+def _filled(given: Json, defaults: Json, file: str, ranges: Mapping[str, Expected]) -> Json:
     """Return the options of a file, completed by its class's defaults. Raises UserError for unsupported options."""
     options = {**defaults, **{key: value for key, value in given.items() if value is not None}}
-    check(options, OPTIONS, file)
+    check(options, {**OPTIONS, **ranges}, file)
     for option in ("do_resize", "do_rescale", "do_convert_rgb"):
         if options.get(option, True) is not True:
             raise UserError(f"{option}: false in {file} is not supported: remove it")
@@ -184,7 +186,9 @@ def class_of(preprocessor_config: Json) -> tuple[str, Json]:
     given = preprocessor_config.get("image_processor", preprocessor_config)
     if not isinstance(given, Mapping):
         raise UserError("image_processor in processor_config.json is no object: correct it, or copy the file again")
-    name = str(given.get("image_processor_type") or given.get("feature_extractor_type"))
+    code = given.get("auto_map")
+    own = code.get("AutoImageProcessor") if isinstance(code, Mapping) else None
+    name = str(given.get("image_processor_type") or given.get("feature_extractor_type") or own).rpartition(".")[2]
     for ending in ("Pil", "Fast", "ImageProcessor", "FeatureExtractor"):
         name = name.removesuffix(ending)
     return name, given

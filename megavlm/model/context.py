@@ -185,6 +185,7 @@ class MicroBatchContext:
             head_width=width,
             base=vision.rotary_base,
             interleaved=vision.rotary_interleaved,
+            neighbours=vision.rotary_neighbours,
         )
         return rotation(angles, DTYPES[self.config.precision.dtype])
 

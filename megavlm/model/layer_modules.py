@@ -210,7 +210,8 @@ def modules_of(name: str, config: Config, groups: Groups) -> LayerModules:
 
 def _implemented(name: str, config: Config, groups: Groups) -> LayerModules:
     """Return the modules of the implementation that the configuration asks for, with its norms."""
-    interleaved = part_of(name) == "language" and config.model.language.rotary_interleaved
+    model = config.model
+    interleaved = model.language.rotary_interleaved if part_of(name) == "language" else model.vision.rotary_neighbours
     in_fp8 = layer_precision(name, config) == "fp8"
     if implementation(config) == "te":
         from megatron.core.extensions import transformer_engine

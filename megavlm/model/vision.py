@@ -215,19 +215,26 @@ def position_buckets(length: int, side: int, *, divides: bool = False) -> Tensor
     return torch.bucketize(starts.clamp(max=1 - 1e-6), boundaries, right=True)
 
 
-def rope2d(coordinates: Tensor, *, head_width: int, base: float, interleaved: bool = False) -> Tensor:
+def rope2d(
+    coordinates: Tensor, *, head_width: int, base: float, interleaved: bool = False, neighbours: bool = False
+) -> Tensor:
     """Return 2-D rotary angles (Qwen2-VL): the first quarter of the pairs follows the row, the next the column.
 
     Args:
         coordinates: [V, 2] rows and columns.
         interleaved: of the frequencies base^(−2i/D), rows have the even i and columns the odd i (Pixtral); otherwise
             both have the even i.
+        neighbours: pairs follow the column and the row in turn (MoonViT), for rotation of neighbouring channels.
 
     Returns:
-        [V, 1, 1, head_width] angles; both halves are equal, as rotation of pairs from the two halves of a head needs.
+        [V, 1, 1, head_width] angles; both halves are equal, as rotation of pairs from the two halves of a head needs,
+        or with `neighbours` every two channels.
     """
     quarter = head_width // 4
     frequencies = base ** (-torch.arange(quarter, device=coordinates.device).float() / quarter)
+    if neighbours:
+        turns = frequencies[:, None] * coordinates.float().flip(1)[:, None]
+        return turns.flatten(1).repeat_interleave(2, dim=-1)[:, None, None]
     if interleaved:
         frequencies = torch.stack([frequencies, frequencies * base ** (-2 / head_width)])
     angles = (coordinates.float()[:, :, None] * frequencies).flatten(1)

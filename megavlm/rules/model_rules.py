@@ -49,6 +49,11 @@ def vision_tower(config: Config) -> Iterator[str]:
             f"model.vision.hidden_size {hidden} / model.vision.num_attention_heads {heads} is {head}: change either, "
             "or use learned"
         )
+    if vision.rotary_neighbours and (vision.rotary_interleaved or vision.position_embedding == "learned"):
+        yield (
+            "model.vision.rotary_neighbours goes with 2-D rotary embedding, and not with model.vision."
+            "rotary_interleaved: leave it out"
+        )
     if not -layers <= vision.feature_layer <= -1:
         yield (
             f"model.vision.feature_layer {vision.feature_layer} must be between -1 (the last layer) and {-layers} (the "

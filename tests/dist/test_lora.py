@@ -39,7 +39,11 @@ LORA = (
     "projector"
 ).split()
 OTHERS = [name for name in SINGLE if name != "llava"]
-TARGETS = {"glm4v-moe": "q_proj k_proj v_proj o_proj"}  # PEFT takes adapters of its MLPs for adapters of experts
+TARGETS = {  # PEFT takes adapters of their MLPs for adapters of experts
+    "glm4v-moe": "q_proj k_proj v_proj o_proj",
+    "kimi-moe": "q_a_proj q_b_proj kv_b_proj q_proj k_proj v_proj o_proj",
+}
+LATENT = {"kimi-moe": ".q_b_proj"}  # what queries of latent attention are called
 ATTENTION = "vision.layers.*.o_proj language.layers.*.q_proj"
 EXPERTS = {
     "router": f"{ATTENTION} experts --set lora.train_router=true",
@@ -113,7 +117,7 @@ def test_adapters_move_between_layouts(pools: Pools, alone: Any, tmp_path: Path,
         slow("internvl-moe", EXPERTS["router"], "--tp 2 --ep 2 --pp 2", id="internvl-moe-router-tp2-ep2-pp2"),
         *(slow(name, TARGETS.get(name, "language vision"), "--tp 2 --pp 2") for name in OTHERS),
         *(
-            slow(name, targets, layout, id=f"{name}-{what}-{where}")
+            slow(name, targets.replace(".q_proj", LATENT.get(name, ".q_proj")), layout, id=f"{name}-{what}-{where}")
             for name in MIXTURES
             for what, targets in EXPERTS.items()
             for where, layout in EXPERT_LAYOUTS.items()

@@ -62,6 +62,7 @@ OF_PROCESSORS = {
     "deepseek-vl": ("<｜end▁of▁sentence｜>", f"<｜begin▁of▁sentence｜>{HELPFUL_EYES}\n\n"),
     "paddleocr-vl": ("</s>", "<|begin_of_sentence|>"),
     "video-llama-3": ("<|im_end|>", ""),
+    "kimi": ("<|im_end|>", ""),
     "mistral3": ("</s>", "<s>[SYSTEM_PROMPT]You see.[/SYSTEM_PROMPT]"),
 }
 
@@ -262,6 +263,7 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
         "gemma": "gemma",
         "deepseek_vl": "deepseek",
         "paddleocr_vl": "ernie",
+        "kimi": "kimi",
         "cohere": "cohere",
     }
     folder = folders_of.get(name, "llama")

@@ -181,15 +181,37 @@ def as_cosmos_before_diffusers(name: str) -> str:
     return re.sub(r"self_attn\.to_([qkv])\.", r"self_attn.\1_proj.", name).replace("attn.to_out.", "attn.o_proj.")
 
 
+def as_kimi_is_published(name: str) -> str:
+    name = name.replace("language_model.model.blocks", "language_model.model.layers")
+    return name.replace("model.mm_projector", "mm_projector").replace("encoder.patch_embed", "patch_embed")
+
+
 @pytest.mark.parametrize(
     ("family", "old"),
-    [("llava", as_before_transformers_5), slow("llava", as_in_memory), ("cosmos3", as_cosmos_before_diffusers)],
+    [
+        *(("llava", as_before_transformers_5), slow("llava", as_in_memory), ("cosmos3", as_cosmos_before_diffusers)),
+        ("kimi-moe", as_kimi_is_published),
+    ],
 )
 def test_other_spellings_come_back_as_they_were(family: str, old: Any, single: Single, tmp_path: Path) -> None:
     folder = hf.save(tiny(family), tmp_path / "hf")
     weights = {old(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     hf.assert_round_trip(folder, tmp_path, single)
+
+
+def test_a_tower_that_rotates_halves_is_read_as_one_that_rotates_neighbours(single: Single, tmp_path: Path) -> None:
+    """Transformers permutes the rows of Kimi's queries and keys as it loads them; a folder may have them so."""
+    theirs = tiny("kimi-moe")
+    folder = hf.save(theirs, tmp_path / "hf")
+    theirs.save_pretrained(tmp_path / "loaded", save_original_format=False)
+    pretrained = [Pretrained.of(each, *ALL_PARTS) for each in (folder, tmp_path / "loaded")]
+    assert not pretrained[1].problems()
+    for leaf, shape in (("weight", (144, 48)), ("bias", (144,))):
+        key, whole = f"vision.layers.1.self_attention.linear_qkv.{leaf}", tuple(slice(0, size) for size in shape)
+        one, other = (each.read_slice(key, shape, whole) for each in pretrained)
+        assert torch.equal(one, other)
+    hf.assert_round_trip(tmp_path / "loaded", tmp_path, single)
 
 
 def test_a_tied_output_layer_may_be_in_the_file_as_well(single: Single, tmp_path: Path) -> None:

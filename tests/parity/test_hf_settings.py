@@ -89,6 +89,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lighton_ocr", {"vision_config": {**SILU, "model_type": "siglip_vision_model"}}, "model_type"),
     ("qianfan_ocr", {"vision_config": {"use_qk_norm": True}}, "use_qk_norm"),
     ("glm_ocr", {"vision_config": {"attention_bias": False}}, "attention_bias"),
+    ("kimi_k25", {"vision_config": {"pos_emb_width": 32}}, "pos_emb_width = 32 is not supported"),
+    ("kimi_k25", {"vision_config": {"mm_projector_type": "patchmergerv2"}}, "mm_projector_type"),
+    ("kimi_k25", {"projection_hidden_size": 8}, "projection_hidden_size = 8 is not supported"),
+    ("kimi_k25", {"text_config": {"model_type": "llama"}}, "only DeepSeek-V3 is known here"),
 ]
 
 
@@ -138,6 +142,19 @@ def test_both_spellings_of_gemmas_rotary_positions() -> None:
     one, other = (read("gemma3", text_config=text).language for text in (old, new))
     assert one == other
     assert (one.rotary_base, one.local_rotary_base, one.rope_scaling_factor) == (5e5, 100.0, 8.0)
+
+
+def test_both_spellings_of_kimis_settings() -> None:
+    said = config_of("kimi-moe").to_dict()
+    (family, ours) = (family_of(where := Settings(said, "config.json")), family_of(where).config(where))
+    tower = said["vision_config"]
+    tower |= {f"vt_{name}": tower.pop(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    tower |= {"vt_num_attention_heads": tower.pop("num_attention_heads"), "mm_hidden_size": 48}
+    tower |= {f"init_{name}": tower.pop(name) for name in ("pos_emb_height", "pos_emb_width")}
+    tower["projector_ln_eps"] = said.pop("projection_layer_norm_eps")
+    said["media_placeholder_token_id"] = said.pop("image_token_id")
+    said["text_config"]["model_type"] = "kimi_k2"
+    assert family.config(Settings(said, "config.json")) == ours
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])

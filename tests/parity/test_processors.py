@@ -339,6 +339,16 @@ def test_an_image_among_others_is_tiled_as_well() -> None:
         processor_from({"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": True}, model_of(14, merge=4))
 
 
+def test_both_spellings_of_kimis_options() -> None:
+    """Published folders nest them, under other names and beside code of their own."""
+    nested = {"in_patch_limit": 60, "patch_limit_on_one_side": 15, "merge_kernel_size": 2, "fixed_output_tokens": None}
+    code = {"AutoImageProcessor": "kimi_k25_vision_processing.KimiK25VisionProcessor"}
+    kimi = CASES["kimi"]
+    assert processor_from({"auto_map": code, "media_proc_cfg": nested}, kimi.model) == kimi.ours()
+    with pytest.raises(UserError, match="fixed_output_tokens"):
+        processor_from({"auto_map": code, "media_proc_cfg": {**nested, "fixed_output_tokens": 9}}, kimi.model)
+
+
 def test_what_would_take_gigabytes_is_refused() -> None:
     """The reference would resize a hair to 336 × 33 million pixels before it crops the middle."""
     for name in ("clip-336", "llava-square", "pixtral"):

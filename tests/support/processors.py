@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import sys
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
 import transformers
 from numpy.typing import NDArray
 from PIL import Image
+from transformers.image_processing_backends import PilBackend
+from transformers.image_utils import SizeDict
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -114,17 +117,45 @@ SLICED = {
 }
 
 
+@cache
+def functions_of(file: str) -> dict[str, Any]:
+    """Return the functions of a module of Transformers that asks for torchvision."""
+    tree = ast.parse((Path(transformers.__file__).with_name("models") / file).read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    found: dict[str, Any] = {"np": np, "math": math, "lru_cache": lru_cache}
+    exec(compile(tree, file, "exec"), found)
+    return found
+
+
 class Cohere2VisionImageProcessorPil(GotOcr2ImageProcessorPil):
     """Command A Vision's processor without torchvision: GOT-OCR 2's, with the grid that its own function chooses."""
 
     def crop_image_to_patches(self, *args: Any, **options: Any) -> Any:
-        source = Path(transformers.__file__).with_name("models") / "cohere2_vision/image_processing_cohere2_vision.py"
-        tree = ast.parse(source.read_text())
-        tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        found: dict[str, Any] = {"np": np, "lru_cache": lru_cache}
-        exec(compile(tree, source.name, "exec"), found)
+        found = functions_of("cohere2_vision/image_processing_cohere2_vision.py")
         with patch.object(got_ocr2, "get_optimal_tiled_canvas", found["get_optimal_tiled_canvas"]):
             return super().crop_image_to_patches(*args, **options)
+
+
+class Kimi_K25ImageProcessorPil(PaddleOCRVLImageProcessorPil):
+    """Kimi-K2.5's processor without torchvision: PaddleOCR-VL's, with the sizes of its own function, and padding."""
+
+    image_mean = image_std = (0.5, 0.5, 0.5)
+    size: ClassVar = {"max_height": 15, "max_width": 15}
+    max_patches = 60
+
+    def sizes(self, height: int, width: int) -> tuple[SizeDict, SizeDict]:
+        """Return the sizes to which a picture is resized and padded."""
+        of_sides = functions_of("kimi_k25/image_processing_kimi_k25.py")["navit_resize"]
+        found = of_sides(height, width, self.patch_size, self.merge_size, self.max_patches, self.size["max_height"])
+        resized, padded = (SizeDict(height=sides[0], width=sides[1]) for sides in found)
+        return resized, padded
+
+    def resize(self, image: Any, size: Any, resample: Any, factor: int, **options: Any) -> Any:
+        resized, padded = self.sizes(*image.shape[-2:])
+        return self.pad([PilBackend.resize(self, image, resized, resample)], padded)[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "max_patches": self.max_patches}
 
 
 AYA = {
@@ -286,6 +317,14 @@ CASES = {
         VideoLlama3ImageProcessorPil(size={"shortest_edge": 4 * 14**2, "longest_edge": 12 * 14**2}),
         template="video_llama_3",
         merge=1,
+    ),
+    "kimi": Whole(
+        transformers.Kimi_K25Processor,
+        Kimi_K25ImageProcessorPil(),
+        TEMPLATES["kimi"],
+        "kimi",
+        {"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"},
+        model_of(14, merge=2),
     ),
     "mistral3": Whole(
         pixtral_processor(),

@@ -112,6 +112,11 @@ PLAIN_LATENTS = {
     **{"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
+# No groups of experts, and queries of any length.
+KIMI = {
+    **{**DEEPSEEK, "n_group": 1, "topk_group": 1},
+    "rope_parameters": {name: value for name, value in YARN.items() if name != "llama_4_scaling_beta"},
+}
 
 TOWER: dict[str, Any] = {
     **{"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 3},
@@ -140,6 +145,11 @@ GLM_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "image_size": 24, "rms_norm_ep
 ROTARY_TOWER = {name: value for name, value in TOWER.items() if name != "image_size"} | {"patch_size": 4}
 # Positions of six by six patches, and another epsilon than the projector's.
 PADDLE_TOWER = {**TOWER, "image_size": 24, "patch_size": 4, "layer_norm_eps": 1e-3}
+# As PaddleOCR-VL's, with heads of 16 channels.
+MOON_TOWER = {
+    **{"hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 3, "patch_size": 4},
+    **{"pos_emb_height": 6, "pos_emb_width": 6, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}},
+}
 GLM_OCR_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "rms_norm_eps": 1e-3}
 # Positions of six by six patches; the merger follows the second of four layers.
 MINICPM_TOWER = {**TOWER, "image_size": 24, "patch_size": 4, "num_hidden_layers": 4, "layer_norm_eps": 1e-4}
@@ -291,6 +301,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "internvl", {**INTERN, "attention_bias": True}, QWEN3_MOE, image_token_id=60, tie_word_embeddings=False
     ),
     "glm4v-moe": _of("glm4v_moe", GLM_TOWER, {**GLM, **GLM_EXPERTS}, tie_word_embeddings=False, **MARKS),
+    "kimi-moe": _of(
+        "kimi_k25",
+        MOON_TOWER,
+        KIMI,
+        **{"projection_hidden_size": 48, "projection_layer_norm_eps": 1e-3, "tie_word_embeddings": False},
+        **{"image_token_id": 60, "video_token_id": 61},  # as published, that of videos is none of the vocabulary
+    ),
 }
 
 
@@ -367,7 +384,7 @@ IMAGES: dict[str, Any] = {
     ),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
     **dict.fromkeys(
-        ("qwen", "cosmos3", "glm", "exaone", "paddleocr"),
+        ("qwen", "cosmos3", "glm", "exaone", "paddleocr", "kimi"),
         ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []]),
     ),
 }
@@ -398,7 +415,7 @@ def _at_layouts(name: str) -> Any:
         return images_of(model, VIDEOS)[:2]
     if name != model:
         return (*images_of(model, VIDEOS), images[1])
-    if name.startswith(("qwen", "cosmos3", "glm", "exaone", "paddleocr")):
+    if name.startswith(("qwen", "cosmos3", "glm", "exaone", "paddleocr", "kimi")):
         return (*images, [[], [(16, 8)]])
     if name.startswith("minicpmv"):
         return (*images, [[], [(16, 32)]])

@@ -35,6 +35,8 @@ SPECIALS = {
     "cohere": "<PAD> <BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> "
     "<|SYSTEM_TOKEN|> <|START_RESPONSE|> <|END_RESPONSE|> <image> <|START_OF_IMG|> <|END_OF_IMG|> <|IMG_PATCH|> "
     "<|IMG_LINE_BREAK|>",
+    "kimi": "[PAD] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|media_begin|> "
+    "<|media_content|> <|media_pad|> <|media_end|> <|kimi_k25_video_placeholder|> <think> </think> <image>",
     "smol": "<|im_start|> <end_of_utterance> <fake_token_around_image> <global-img> <image> <row_1_col_1>",
 }
 MARKS = {
@@ -48,6 +50,7 @@ MARKS = {
     "smol": {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"},
     "deepseek": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
     "ernie": {"eos_token": "</s>"},
+    "kimi": {"eos_token": "<|im_end|>", "pad_token": "[PAD]"},
     "cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>"},
     "llama": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }

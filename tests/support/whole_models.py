@@ -37,6 +37,7 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cosmos3": ("cosmos3", {"patch_size": 16}, {}),
     "paddleocr-vl": ("paddleocr-vl", {"patch_size": 14, "image_size": 56}, {}),
     "video-llama-3": ("video-llama-3", {"patch_size": 14}, {}),
+    "kimi": ("kimi-moe", {"patch_size": 14}, {}),
     "exaone4.5": ("exaone4.5", {"patch_size": 14, "window_size": 56}, {}),
     "minicpmv-4.6": ("minicpmv-4.6", {}, {}),
     "minicpmv-4.7": ("minicpmv-4.7", {}, {}),

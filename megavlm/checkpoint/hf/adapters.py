@@ -25,7 +25,7 @@ from megavlm.config.lora_config import LINEAR_ATTENTION, frozen_parts, is_adapte
 from megavlm.config.schema import Config, LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.family import Family
-from megavlm.families.shared.table import FusedQKV, Grouped, Rule, Table
+from megavlm.families.shared.table import QKV, FusedQKV, Grouped, Rule, Table
 from megavlm.files import replace_file
 from megavlm.model.weights import real_shape
 
@@ -66,12 +66,16 @@ class Adapters:
             (hf_name,) = rule.hf_names
             return {hf_name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
         order = {3: QKV_LINEARS, 2: MLP_LINEARS}.get(len(rule.hf_names), tuple(self.pairs))
-        return {name: self.pairs[part] for part, name in zip(order, rule.hf_names, strict=True) if part in self.pairs}
+        found = {name: self.pairs[part] for part, name in zip(order, rule.hf_names, strict=True) if part in self.pairs}
+        if not isinstance(rule, QKV) or not rule.order:
+            return found
+        return {name: (a, _in_file(b, rule, name)) for name, (a, b) in found.items()}
 
 
-def _in_file(b: Tensor, rule: Grouped, hf_name: str) -> Tensor:
+def _in_file(b: Tensor, rule: Grouped | QKV, hf_name: str) -> Tensor:
     """Return the B [M, r] of an adapter with its rows in the order of the Hugging Face weight `hf_name`."""
-    rows = [rows for rows in rule.hf_rows(()) if rows.name == hf_name]
+    # The shape counts for a QKV alone, of as many keys and values as queries where it has an order.
+    rows = [rows for rows in rule.hf_rows((3 * len(b),)) if rows.name == hf_name]
     order = torch.cat([torch.arange(each.start, each.start + each.count) for each in rows])
     return b[order.argsort()]
 

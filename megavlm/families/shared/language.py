@@ -295,12 +295,15 @@ def predictor_table(model: ModelConfig, depth: int, names: tuple[str, str, str, 
     return table | linear(f"{MTP_NORM}{depth}", names[3], bias=False)
 
 
-def language_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    """Return the table of a language model below `prefixes.language`, and of its output layer if that is not tied."""
+def language_table(model: ModelConfig, prefixes: NamePrefixes, *, layers: str = "layers") -> Table:
+    """Return the table of a language model below `prefixes.language`, and of its output layer if that is not tied.
+
+    `layers` is what file names call its layers.
+    """
     language, prefix = model.language, prefixes.language
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
     for number in range(language.num_layers):
-        table |= layer_table(model, number, f"{prefix}layers.{number}.", stored=prefixes.experts)
+        table |= layer_table(model, number, f"{prefix}{layers}.{number}.", stored=prefixes.experts)
     table |= linear(LANGUAGE_NORM, f"{prefix}norm", bias=False)
     if not language.tie_embeddings:
         table[f"{OUTPUT}.linear.weight"] = Rename(prefixes.head)

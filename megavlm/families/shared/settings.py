@@ -38,7 +38,8 @@ _SETTINGS: dict[str, Expected] = {
     **_each(
         _WIDTH,
         "hidden_size intermediate_size out_hidden_size projection_dim embed_dim moe_intermediate_size "
-        "shared_expert_intermediate_size alignment_intermediate_size kv_lora_rank q_lora_rank",
+        "shared_expert_intermediate_size alignment_intermediate_size kv_lora_rank q_lora_rank projection_hidden_size "
+        "mm_hidden_size",
     ),
     **_each(_HEADS, "num_attention_heads num_key_value_heads num_heads linear_num_key_heads linear_num_value_heads"),
     **_each(
@@ -53,13 +54,13 @@ _SETTINGS: dict[str, Expected] = {
         "use_mean_pooling use_qk_norm attention_bias mlp_bias use_bidirectional_attention norm_topk_prob "
         "attn_output_gate use_bias rope_interleave",
     ),
-    **_each(_EPSILON, "rms_norm_eps layer_norm_eps adapter_layer_norm_eps"),
+    **_each(_EPSILON, "rms_norm_eps layer_norm_eps adapter_layer_norm_eps projection_layer_norm_eps projector_ln_eps"),
     **_each(number(1e-3, 1e15), "rope_theta rope_local_base_freq"),
     **_each(OBJECT, "rope_scaling rope_parameters"),
     **_each(
         _TOKEN,
         "image_token_id image_token_index video_token_id video_token_index image_start_id image_end_id slice_start_id "
-        "slice_end_id newline_id",
+        "slice_end_id newline_id media_placeholder_token_id",
     ),
     "insert_layer_id": _LAYER,
     **_each(_SQUARE, "merge_kernel_size window_kernel_size"),
@@ -71,7 +72,7 @@ _SETTINGS: dict[str, Expected] = {
         "num_channels in_channels spatial_merge_size scale_factor in_chans n_shared_experts linear_conv_kernel_dim "
         "downsample_factor",
     ),
-    "window_size": _SIDE,
+    **_each(_SIDE, "window_size pos_emb_height pos_emb_width"),
     **_each(listed(_LAYER, 0, 2_000), "fullatt_block_indexes deepstack_visual_indexes mlp_only_layers"),
     "vision_feature_layer": _LAYER | listed(_LAYER, 1, 2_000),
     "image_grid_pinpoints": listed(listed(_SIDE, 2, 2), 1, 1_024),

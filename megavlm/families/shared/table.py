@@ -138,12 +138,14 @@ class Concat:
 class QKV:
     """Rule that fuses query, key and value tensors: queries, key and value of each of `groups` key/value heads.
 
-    With N query heads of width D in G groups: G · (N/G·D + D + D) rows.
+    With N query heads of width D in G groups: G · (N/G·D + D + D) rows. `order` says for each row of a query's or key's
+    head which row of the head it is in the file; empty: the same.
     """
 
     hf_pattern: str  # names with {} for q, k and v
     groups: int
     head_width: int
+    order: tuple[int, ...] = ()
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -155,9 +157,15 @@ class QKV:
         queries = shape[0] // self.groups - 2 * width  # rows of one group's query heads
         rows = []
         for group in range(self.groups):
-            rows.append(HFRows(query, group * queries, queries))
-            rows += [HFRows(name, group * width, width) for name in (key, value)]
+            rows += [*self._of_heads(query, group * queries, queries), *self._of_heads(key, group * width, width)]
+            rows.append(HFRows(value, group * width, width))
         return rows
+
+    def _of_heads(self, name: str, start: int, count: int) -> list[HFRows]:
+        if not self.order:
+            return [HFRows(name, start, count)]
+        heads = range(start, start + count, self.head_width)
+        return [HFRows(name, head + row, 1) for head in heads for row in self.order]
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
         return _shapes(self.hf_rows(shape), shape[1:])

@@ -176,11 +176,14 @@ def mlp(layer: str, hf_layer: str, names: tuple[str, str] = ("fc1", "fc2")) -> T
     return first | linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.{names[1]}", bias=True)
 
 
-def qkv(name: str, hf_pattern: str, vision: VisionConfig, *, bias: bool) -> Table:
-    """Return the table of query, key and value of a vision layer; `hf_pattern` has {} where q, k and v differ."""
+def qkv(name: str, hf_pattern: str, vision: VisionConfig, *, bias: bool, order: tuple[int, ...] = ()) -> Table:
+    """Return the table of query, key and value of a vision layer; `hf_pattern` has {} where q, k and v differ.
+
+    `order` is that of `QKV`.
+    """
     heads, width = vision.num_attention_heads, vision.hidden_size // vision.num_attention_heads
     return {
-        f"{name}.{leaf}": QKV(f"{hf_pattern}.{leaf}", groups=heads, head_width=width)
+        f"{name}.{leaf}": QKV(f"{hf_pattern}.{leaf}", groups=heads, head_width=width, order=order)
         for leaf in (("weight", "bias") if bias else ("weight",))
     }
 
