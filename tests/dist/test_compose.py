@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_an_intern_vit_composes(pools: Pools, tmp_path: Path) -> None:
 def hold_composed(pools: Pools, tower: Any, text: transformers.PreTrainedConfig, folder: Path, *, layer: str) -> None:
     """Check that four processes have the losses of one, and note the difference in the cards of both folders."""
     torch.manual_seed(1)
-    vision = hf.save(tower, folder / "vision")
+    vision = hf.save(deepcopy(tower), folder / "vision")  # which changes the weights
     language = hf.save(transformers.AutoModelForCausalLM.from_config(text), folder / "language")
     argv = [*RUN, "--vision-from", str(vision), "--language-from", str(language)]
     argv += ["--set", f"model.vision.feature_layer={layer}"]
