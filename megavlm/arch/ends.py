@@ -24,7 +24,7 @@ from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import merger_width, mlp_share
 from megavlm.arch.transformer import VisionLayer, norm_parameters
 from megavlm.arch.workload import Workload
-from megavlm.config.derived import tower_merge
+from megavlm.config.derived import is_gated, learned_positions, tower_merge
 from megavlm.config.schema import ModelConfig
 
 _VISION_LAYER = VisionLayer()
@@ -42,15 +42,13 @@ class PatchEmbed(LayerKind):
         vision = model.vision
         pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         rows = pixels + vision.patch_bias + vision.class_token
-        if vision.position_embedding != "rope2d":
-            rows += (vision.image_size // vision.patch_size) ** 2 + vision.class_token
+        rows += learned_positions(vision)
         return rows * vision.hidden_size + norm_parameters(vision) * vision.pre_norm
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         vision = model.vision
         pixels = vision.in_channels * vision.patch_size**2
-        table = (vision.image_size // vision.patch_size) ** 2 if vision.position_embedding != "rope2d" else 0
-        params = (vision.temporal_patch_size * pixels + table) * vision.hidden_size
+        params = (vision.temporal_patch_size * pixels + learned_positions(vision)) * vision.hidden_size
         return LayerCost(params, 2.0 * pixels * vision.hidden_size * work.patches)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
@@ -83,13 +81,13 @@ class VisionMerger(LayerKind):
     def _count(self, model: ModelConfig, tp: int, ffn: int) -> int:
         """Return a vision layer's number of parameters if its MLP is `ffn` wide, and MLP and norm read whole blocks."""
         vision, more = model.vision, tower_merge(model.vision) ** 2 - 1
-        gates = 2 if vision.activation == "swiglu" else 1
+        gates = 1 + is_gated(vision)
         wider = more * (gates * ffn * vision.hidden_size + norm_parameters(vision))
         return _VISION_LAYER.parameters_with(model, tp, ffn) + wider
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         vision, width = model.vision, merger_width(model.vision)
-        gates = 2 if vision.activation == "swiglu" else 1
+        gates = 1 + is_gated(vision)
         inputs = vision.hidden_size * tower_merge(vision) ** 2
         return {
             **_VISION_LAYER.hidden_weights(model),
@@ -99,7 +97,7 @@ class VisionMerger(LayerKind):
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         vision, block = model.vision, tower_merge(model.vision) ** 2
-        gates = 2 if vision.activation == "swiglu" else 1
+        gates = 1 + is_gated(vision)
         projections = 4 * vision.hidden_size**2
         mlp = (gates * block + 1) * vision.hidden_size * merger_width(vision)
         attention = 4.0 * work.window_squares * vision.hidden_size

@@ -56,7 +56,7 @@ from megavlm.arch.layers import (
     trained_layers,
     trains_weights,
 )
-from megavlm.arch.mixers import LATENT, LINEAR, SOFTMAX, Mixer, mixer_of
+from megavlm.arch.mixers import LATENT, LINEAR, SOFTMAX, UNWINDOWED, Mixer, mixer_of
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.transformer import LanguageLayer, MixtureLayer, TransformerKind, VisionLayer
@@ -92,7 +92,7 @@ KINDS: Mapping[str, LayerKind] = for_every_kind(
 )
 
 
-_MIXERS: tuple[Mixer, ...] = (SOFTMAX, LATENT, LINEAR)
+_MIXERS: tuple[Mixer, ...] = (SOFTMAX, UNWINDOWED, LATENT, LINEAR)
 _LANGUAGE = {
     (mixer, experts): kind(mixer)
     for mixer in _MIXERS

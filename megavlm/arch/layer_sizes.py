@@ -16,7 +16,14 @@ from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.arch.kind import FP32, norm_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import DeltaSplit, delta_split, language_split, mlp_share, share_of, vision_split
-from megavlm.config.derived import is_latent, masks_all_layers, masks_attention, norms_of_layer
+from megavlm.config.derived import (
+    attends_both_ways,
+    is_gated,
+    is_latent,
+    masks_all_layers,
+    masks_attention,
+    norms_of_layer,
+)
 from megavlm.config.schema import LanguageConfig, VisionConfig
 
 QUERIES = 512  # per span
@@ -38,6 +45,7 @@ class LayerSizes:
 
     routed: RoutedRows | None = None  # of a mixture of experts
     gated = False  # whether attention's output is multiplied by a projection of the input
+    shares_keys = False  # whether values are keys before their norm
     read = 2  # different tensors that attention and MLP read
     latents = 0  # channels of a token from which keys and values of all heads are projected, the rotated ones included
 
@@ -53,9 +61,10 @@ class LayerSizes:
         self.qkv_bias, self.linear_bias = vision.add_qkv_bias, vision.add_bias_linear
         self.rotated = vision.position_embedding != "learned"
         self.qk_norm = vision.qk_norm != "none"
-        self.scaled, self.norms = vision.layer_scale, 2
+        self.value_norm = vision.qk_norm == "head_and_values"
+        self.scaled, self.norms = vision.layer_scale, 2 + 2 * vision.post_norms
         self.keys_kept, self.copies = self.groups, 1  # key heads that attention saves
-        self.inner = 1 + (vision.activation == "swiglu")  # inputs of the activation, in widths of the MLP
+        self.inner = 1 + is_gated(vision)  # inputs of the activation, in widths of the MLP
 
     def saved(self, *, trained: bool, core_attention: bool) -> float:
         """Return the bytes that the layer saves for its backward pass."""
@@ -69,7 +78,7 @@ class LayerSizes:
     def attention_saved(self, *, trained: bool, core_attention: bool) -> float:
         """Return the bytes that attention saves between its two projections, the input of the second included."""
         scenario, e, T = self.scenario, self.scenario.bytes_each, self.tokens
-        queries_and_keys = T * (self.heads + self.groups) * self.width
+        normed = T * (self.heads + self.groups * (1 + self.value_norm)) * self.width
         both = self.width + self.value_width
         attention = (T * (self.heads + self.keys_kept) * both) * e  # q, k, v and the output
         attention += T * self.heads * FP32 * (not core_attention)  # log of the sums that softmax divides by
@@ -79,11 +88,11 @@ class LayerSizes:
         if self.discards and not core_attention:  # the output before padding heads are discarded
             attention += T * self.heads * trained * self.width * e
         if self.qk_norm:  # inputs of the norms, beside those of attention
-            attention += queries_and_keys * e
+            attention += (normed - T * self.groups * self.width * self.shares_keys) * e
         if self.gated:  # of each query channel the gate, its sigmoid in fp32, and what it multiplies in fp32
             attention += T * self.heads * self.width * (e + 2 * FP32)
         if self.qk_norm and not scenario.on_gpu:
-            attention += queries_and_keys * FP32 * (1 if e == FP32 else 2)
+            attention += normed * FP32 * (1 if e == FP32 else 2)
         return attention
 
     def waiting(self) -> float:
@@ -92,7 +101,8 @@ class LayerSizes:
         """
         T, t = self.tokens, self.tokens / (1 if self.scenario.te else self.scenario.sequence_shards)
         inputs = self.read * t * self.hidden + T * (self.heads * self.width + self.ffn)
-        outputs = T * ((self.heads + 2 * self.groups) * self.width + self.inner * self.ffn + 2 * self.hidden)
+        projected = self.heads + (2 - self.shares_keys) * self.groups
+        outputs = T * (projected * self.width + self.inner * self.ffn + 2 * self.hidden)
         return (inputs + outputs) * self.scenario.bytes_each
 
 
@@ -117,6 +127,7 @@ class LanguageLayerSizes(LayerSizes):
         self.norm, self.activation = language.normalization, language.activation
         self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
         self.rotated, self.qk_norm, self.scaled = not linear, language.qk_norm and not linear, False
+        self.value_norm, self.shares_keys = language.value_norm and not linear, language.keys_as_values
         self.norms, self.read = norms_of_layer(language), 2 - language.parallel_block
         exchanging = scenario.dims.row_split.heads
         self.copies = exchanging // gcd(self.groups, exchanging)
@@ -168,11 +179,12 @@ class LanguageLayerSizes(LayerSizes):
 class MixtureSizes(LanguageLayerSizes):
     """Sizes of the tensors of a language layer with routed experts, and maybe a shared expert, on one rank."""
 
-    def __init__(self, scenario: Scenario, *, linear: bool) -> None:
+    def __init__(self, language: LanguageConfig, scenario: Scenario, *, linear: bool) -> None:
         model, dims = scenario.model, scenario.dims
-        super().__init__(model.language, scenario, linear=linear)
+        super().__init__(language, scenario, linear=linear)
         experts = model.experts
         self.ffn = share_of(experts.shared_ffn_hidden_size or 0, dims.tp)
+        self.norms += 4 * experts.own_norms  # three of layers, and the router's
         moved = self.tokens / scenario.sequence_shards * experts.router_topk * scenario.busiest
         self.routed = RoutedRows(
             rows=moved * dims.expert_tp,
@@ -251,7 +263,7 @@ def score_bytes(scenario: Scenario, heads: int) -> float:
 def _typical_spans(scenario: Scenario) -> Iterator[Span]:
     language, vision, work = scenario.model.language, scenario.model.vision, scenario.work
     side = vision.image_size // vision.patch_size
-    longest = tokens_per_grid((side, side), scenario.model.projector) if language.bidirectional_images else 0
+    longest = tokens_per_grid((side, side), scenario.model.projector) if attends_both_ways(language) else 0
     windows = {language.window_size} - {None}
     if masks_all_layers(language) and (language.window_size is None or language.full_attention_layers):
         windows.add(None)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from megavlm.arch.kind import HiddenWeight, hidden_weight
 from megavlm.arch.tensor_split import HeadSplit, LatentHead, delta_split, language_split
 from megavlm.arch.workload import Workload
-from megavlm.config.derived import attends_in_window, is_latent, is_linear
+from megavlm.config.derived import attends_in_window, is_latent, is_linear, of_layer, unwindowed, windowed
 from megavlm.config.schema import LanguageConfig
 
 CHUNK = 64  # tokens that linear attention computes together (`model/delta_rule.py`)
@@ -29,6 +29,10 @@ class Mixer(ABC):
     """Torch-free arithmetic of one kind of attention in language layers: shards, parameters and FLOPs."""
 
     linear = False
+
+    def seen(self, language: LanguageConfig) -> LanguageConfig:
+        """Return the language model as layers with this mixer see it; the other methods take that."""
+        return language
 
     @abstractmethod
     def split(self, language: LanguageConfig, tp: int) -> HeadSplit:
@@ -68,6 +72,9 @@ class Mixer(ABC):
 class SoftmaxAttention(Mixer):
     """Grouped-query attention: matrices of queries, keys, values and output, and of the output gate if it has one."""
 
+    def seen(self, language: LanguageConfig) -> LanguageConfig:
+        return windowed(language)
+
     def split(self, language: LanguageConfig, tp: int) -> HeadSplit:
         return language_split(language, tp)
 
@@ -85,7 +92,7 @@ class SoftmaxAttention(Mixer):
         """Return the two weights; queries and the gate of their output are one matrix, as in Transformers."""
         hidden, width, groups = language.hidden_size, language.kv_channels, language.num_query_groups
         queries = language.num_attention_heads // groups * width
-        projected = queries * (1 + language.attention_output_gate), width, width
+        projected = queries * (1 + language.attention_output_gate), *(width,) * (2 - language.keys_as_values)
         return {
             "self_attention.linear_qkv.weight": hidden_weight(hidden, *projected, periods=groups),
             "self_attention.linear_proj.weight": hidden_weight(groups * queries, hidden),
@@ -94,6 +101,13 @@ class SoftmaxAttention(Mixer):
     def flops(self, language: LanguageConfig, work: Workload, number: int) -> float:
         squares = work.sliding_squares if attends_in_window(language, number) else work.token_squares
         return 2.0 * squares * language.kv_channels * language.num_attention_heads
+
+
+class UnwindowedAttention(SoftmaxAttention):
+    """Attention of layers without a sliding window in a model where they have other heads than those with one."""
+
+    def seen(self, language: LanguageConfig) -> LanguageConfig:
+        return unwindowed(language)
 
 
 class LinearAttention(Mixer):
@@ -201,11 +215,13 @@ class LatentAttention(Mixer):
         return language_split(language, tp).local_heads * (queries + keys + rows["linear_proj"] * hidden)
 
 
-SOFTMAX, LATENT, LINEAR = SoftmaxAttention(), LatentAttention(), LinearAttention()
+SOFTMAX, UNWINDOWED, LATENT, LINEAR = SoftmaxAttention(), UnwindowedAttention(), LatentAttention(), LinearAttention()
 
 
 def mixer_of(language: LanguageConfig, number: int) -> Mixer:
     """Return the token mixer of language layer `number`."""
     if is_linear(language, number):
         return LINEAR
-    return LATENT if is_latent(language) else SOFTMAX
+    if is_latent(language):
+        return LATENT
+    return SOFTMAX if of_layer(language, number) is windowed(language) else UNWINDOWED

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megavlm.config.derived import is_latent, masks_attention, tower_merge
+from megavlm.config.derived import is_latent, masks_attention, tower_merge, unwindowed
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 
 # Rows of tensor cores' products in bf16 must be a multiple of 16 bytes long, and FP8 takes multiples of 16 elements.
@@ -144,6 +144,7 @@ class HeadSplit:
     slots: int
     copies: int
     gated: bool = False  # each query head has as many channels again that gate its output
+    keys_alone: bool = False  # values are keys: the fused weight has none
     latent: LatentHead | None = None  # of latent attention, whose heads have a key and value each
 
     @property
@@ -213,7 +214,7 @@ class HeadSplit:
     def fused(self) -> tuple[Block, ...]:
         """Return the blocks of the weight that projects queries, keys and values."""
         key = Block(self.width, of_keys=True)
-        return Block(self.width * (1 + self.gated)), key, key
+        return Block(self.width * (1 + self.gated)), *(key,) * (2 - self.keys_alone)
 
     def rows(self, *blocks: Block) -> int:
         """Return the rows of a slot in a weight of these blocks."""
@@ -301,7 +302,7 @@ def language_split(language: LanguageConfig, tp: int) -> HeadSplit:
     if is_latent(language):
         turning = language.qk_pos_emb_head_dim
         return replace(split, latent=LatentHead(language.kv_channels - turning, turning, language.v_head_dim))
-    return replace(split, gated=language.attention_output_gate)
+    return replace(split, gated=language.attention_output_gate, keys_alone=language.keys_as_values)
 
 
 @dataclass(frozen=True)
@@ -368,13 +369,14 @@ def gathering_latents_moves_less(config: Config) -> bool:
 
 
 def local_heads(config: Config) -> tuple[int, ...]:
-    """Return the number of query heads of the language model on each tensor-parallel rank, padding included, and with
-    linear attention also that of value heads.
+    """Return the numbers of query heads of the language model on each tensor-parallel rank, padding included: of all
+    layers, of those without a window if they have other key/value heads, and of values with linear attention.
     """
     language, tp = config.model.language, config.parallel.tensor_model_parallel_size
-    heads, groups = language.num_attention_heads, language.num_query_groups or language.num_attention_heads
+    heads = language.num_attention_heads
+    counts = dict.fromkeys(seen.num_query_groups or heads for seen in (language, unwindowed(language)))
     linear = (delta_split(language, tp).heads.local_heads,) if language.linear_attention_layers else ()
-    return head_split(heads, groups, 1, tp).local_heads, *linear
+    return *(head_split(heads, groups, 1, tp).local_heads for groups in counts), *linear
 
 
 def vision_split(vision: VisionConfig, tp: int) -> HeadSplit:

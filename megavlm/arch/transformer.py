@@ -25,7 +25,7 @@ from megavlm.arch.mixers import SOFTMAX, Mixer, attention_rows
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import HeadSplit, mlp_share, share_of, vision_split
 from megavlm.arch.workload import Workload, attends_in_windows
-from megavlm.config.derived import norms_of_layer
+from megavlm.config.derived import is_gated, norms_of_layer
 from megavlm.config.schema import ModelConfig, VisionConfig
 
 
@@ -100,16 +100,17 @@ class VisionLayer(TransformerKind):
         vision = model.vision
         hidden, split = vision.hidden_size, self.split(model, tp)
         heads, width = split.heads, split.width
-        gates = 2 if vision.activation == "swiglu" else 1
+        gates = 1 + is_gated(vision)
         weights = (attention_rows(split) + (gates + 1) * ffn) * hidden
         biases = split.local_rows * vision.add_qkv_bias + (gates * ffn + 2 * hidden) * vision.add_bias_linear
-        norms = {"none": 0, "head": 2 * width, "full": 2 * heads * width}[vision.qk_norm] + 2 * norm_parameters(vision)
+        norms = (2 + 2 * vision.post_norms) * norm_parameters(vision)
+        norms += 2 * width * {"none": 0, "full": heads}.get(vision.qk_norm, 1)
         return weights + biases + norms + 2 * hidden * vision.layer_scale
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         vision = model.vision
         hidden, split = vision.hidden_size, self.split(model, 1)
-        gates = 2 if vision.activation == "swiglu" else 1
+        gates = 1 + is_gated(vision)
         projected = split.per_group * split.width, split.width, split.width
         return {
             "self_attention.linear_qkv.weight": hidden_weight(hidden, *projected, periods=split.groups),
@@ -119,7 +120,7 @@ class VisionLayer(TransformerKind):
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         vision = model.vision
-        gates = 3 if vision.activation == "swiglu" else 2
+        gates = 2 + is_gated(vision)
         rows = attention_rows(self.split(model, 1))
         params = rows * vision.hidden_size + gates * vision.hidden_size * vision.ffn_hidden_size
         windowed = attends_in_windows(vision, number)
@@ -129,7 +130,7 @@ class VisionLayer(TransformerKind):
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
         """Return the relative work with the MLP's padding; padding heads are not counted."""
         vision = model.vision
-        gates = 3 if vision.activation == "swiglu" else 2
+        gates = 2 + is_gated(vision)
         attention, width = attention_rows(self.split(model, 1)), gates * vision.ffn_hidden_size
         return (attention + tp * gates * self.mlp_share(model, tp)) / (attention + width), 1.0
 
@@ -149,21 +150,21 @@ class LanguageLayer(TransformerKind):
         self.mixer = mixer
 
     def split(self, model: ModelConfig, tp: int) -> HeadSplit:
-        return self.mixer.split(model.language, tp)
+        return self.mixer.split(self.mixer.seen(model.language), tp)
 
     def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
-        language = model.language
+        language = self.mixer.seen(model.language)
         norms = norms_of_layer(language) * language.hidden_size
         attention = self.mixer.weights(language, tp) + self.mixer.others(language, tp)
         return attention + self.mlp_parameters(model, ffn) + norms
 
     def model_parameters(self, model: ModelConfig) -> int:
-        language = model.language
+        language = self.mixer.seen(model.language)
         padding = self.mixer.weights(language, 1) - self.mixer.model_weights(language)
         return super().model_parameters(model) - padding
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        return {**self.mixer.hidden_weights(model.language), **self.mlp_weights(model)}
+        return {**self.mixer.hidden_weights(self.mixer.seen(model.language)), **self.mlp_weights(model)}
 
     def mlp_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         """Return the `hidden_weights` outside attention."""
@@ -174,23 +175,24 @@ class LanguageLayer(TransformerKind):
         return 3 * ffn * model.language.hidden_size
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
-        language, split = model.language, self.split(model, tp)
+        language, split = self.mixer.seen(model.language), self.split(model, tp)
         row = 3 * language.hidden_size
         whole = self.mixer.model_weights(language) + row * self.mlp_width(model)
         share = self.mixer.multiplied(language, tp) + row * self.mlp_share(model, tp)
         return tp * share / whole, tp * split.local_heads / split.heads
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        params = self.mixer.model_weights(model.language)
+        language = self.mixer.seen(model.language)
+        params = self.mixer.model_weights(language)
         params += self.mlp_parameters(model, self.mlp_width(model))
-        attention = self.mixer.flops(model.language, work, number)
+        attention = self.mixer.flops(language, work, number)
         return LayerCost(params, 2.0 * params * work.tokens + attention, attention)
 
     def gathered(self, model: ModelConfig) -> float:
         return self.mixer.gathered(model.language) / model.language.hidden_size
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
-        return LanguageLayerSizes(scenario.model.language, scenario, linear=self.mixer.linear)
+        return LanguageLayerSizes(self.mixer.seen(scenario.model.language), scenario, linear=self.mixer.linear)
 
     def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
         """Return the exchange of queries, keys and values, the gather among groups, and the exchange of outputs."""
@@ -229,9 +231,11 @@ class MixtureLayer(LanguageLayer):
     cpu_calls = 60  # sorting, and three products for each expert: not measured
 
     def mlp_parameters(self, model: ModelConfig, ffn: int) -> int:
-        """Return the number of parameters of the shared expert, and of router and gate, which are replicated."""
-        whole = model.experts.num_experts + model.experts.shared_gate
-        return super().mlp_parameters(model, ffn) + whole * model.language.hidden_size
+        """Return the number of parameters of the shared expert, and of router, gate and norms, which are replicated."""
+        experts = model.experts
+        whole = experts.num_experts + experts.shared_gate + 4 * experts.own_norms  # three norms more, and the router's
+        rest = whole * model.language.hidden_size + experts.num_experts * experts.own_norms
+        return super().mlp_parameters(model, ffn) + rest
 
     def mlp_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         """Return the matrices of the router, of routed experts and of the shared expert, whose gate is a vector."""
@@ -260,7 +264,7 @@ class MixtureLayer(LanguageLayer):
         return LayerCost(parameters, rest.forward_flops + routed, rest.attention_flops, routed)
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
-        return MixtureSizes(scenario, linear=self.mixer.linear)
+        return MixtureSizes(self.mixer.seen(scenario.model.language), scenario, linear=self.mixer.linear)
 
     def communication(self, scenario: Scenario) -> Communication:
         """Return a gather and a reduction each for attention and a shared expert; routed experts are not counted."""

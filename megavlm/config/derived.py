@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, VisionConfig
 from megavlm.storage import is_url
@@ -171,6 +172,50 @@ def attends_in_window(language: LanguageConfig, layer: int) -> bool:
     return language.window_size is not None and layer not in language.full_attention_layers
 
 
+def attends_both_ways(language: LanguageConfig) -> bool:
+    """Return whether tokens of an image attend to one another both ways, in all layers or in those with a window."""
+    return language.bidirectional_images or language.bidirectional_windows
+
+
+def of_layer(language: LanguageConfig, layer: int) -> LanguageConfig:
+    """Return the language model as its layer number `layer` sees it: heads may be others without a sliding window."""
+    return (windowed if attends_in_window(language, layer) else unwindowed)(language)
+
+
+def windowed(language: LanguageConfig) -> LanguageConfig:
+    """Return the language model as its layers with a sliding window see it."""
+    return _with(language, keys_as_values=False) if language.keys_as_values else language
+
+
+def unwindowed(language: LanguageConfig) -> LanguageConfig:
+    """Return the language model as its layers without a sliding window see it."""
+    width, groups = language.global_kv_channels, language.global_query_groups
+    if width is None and groups is None:
+        return language
+    return _with(
+        language, kv_channels=width or language.kv_channels, num_query_groups=groups or language.num_query_groups
+    )
+
+
+@lru_cache(maxsize=256)
+def _with(language: LanguageConfig, **changed: Any) -> LanguageConfig:
+    return replace(language, **changed)
+
+
+def learned_positions(vision: VisionConfig) -> int:
+    """Return the number of learned positions of the vision encoder, that of the class token included."""
+    if vision.position_embedding == "rope2d":
+        return 0
+    if vision.position_embedding == "axes_rope2d":
+        return 2 * vision.axis_positions
+    return (vision.image_size // vision.patch_size) ** 2 + vision.class_token
+
+
+def is_gated(vision: VisionConfig) -> bool:
+    """Return whether the vision MLP has a gate."""
+    return vision.activation in ("swiglu", "geglu")
+
+
 def norms_of_layer(language: LanguageConfig) -> int:
     """Return the number of norms of hidden states in a language layer, both input norms and output norms."""
     return (2 - language.parallel_block) * language.input_norms + 2 * language.post_norms
@@ -223,4 +268,6 @@ def rotary_channels(language: LanguageConfig) -> int:
     """Return how many channels of an attention head have rotary embedding."""
     if is_latent(language):
         return language.qk_pos_emb_head_dim
+    if language.rope_scaling == "proportional":
+        return language.kv_channels
     return int(language.kv_channels * language.rotary_percent)

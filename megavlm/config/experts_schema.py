@@ -37,6 +37,11 @@ class ExpertsConfig:
         False,
         "Multiply the output of the shared expert by a learned sigmoid gate of the token (Qwen2-MoE).",
     )
+    own_norms: bool = of_experts(
+        False,
+        "Give routed experts and the shared expert norms of their inputs and outputs each; the router normalizes its "
+        "input, with learned factors of channels, and of the weights of experts (Gemma 4).",
+    )
     dense_layers: tuple[int, ...] = of_experts(
         (),
         "Indices (from 0) of language layers that have a dense MLP and no experts; default: no layer.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from megavlm.config.derived import has_experts, is_latent, is_linear
+from megavlm.config.derived import has_experts, is_gated, is_latent, is_linear, of_layer
 from megavlm.config.schema import Config, LoraConfig
 
 PARTS = ("vision", "projector", "language")
@@ -24,9 +24,11 @@ def linears_of(config: Config, part: str, number: int) -> tuple[str, ...]:
     Routed experts have adapters of two parameters: gate and up together, and down.
     """
     if part == "vision":
-        return (*ATTENTION, *(GATED_MLP if config.model.vision.activation == "swiglu" else MLP))
-    language = config.model.language
-    attention = LINEAR_ATTENTION if is_linear(language, number) else ATTENTION
+        return (*ATTENTION, *(GATED_MLP if is_gated(config.model.vision) else MLP))
+    language = of_layer(config.model.language, number)
+    attention: tuple[str, ...] = LINEAR_ATTENTION if is_linear(language, number) else ATTENTION
+    if language.keys_as_values:
+        attention = tuple(name for name in attention if name != "v_proj")
     if is_latent(language):
         queries = ("q_proj",) if language.q_lora_rank is None else ("q_a_proj", "q_b_proj")
         attention = (*queries, *LATENT_ATTENTION)

@@ -19,7 +19,8 @@ from megavlm.config.option import (
     option,
 )
 from megavlm.config.registry import ConnectorSections, ObjectiveSections
-from megavlm.config.transformer_schema import LanguageConfig, VisionConfig
+from megavlm.config.transformer_schema import LanguageConfig
+from megavlm.config.vision_schema import VisionConfig
 
 ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
 PAIRED = ("dpo", "ipo", "orpo", "simpo")  # objectives that compare two answers to a prompt
@@ -68,10 +69,11 @@ class ProjectorConfig:
         "model.vision.merger_layer merges 2×2 within the tower.",
         valid=AT_LEAST_1,
     )
-    merge: Literal["concatenate", "average", "convolution"] = option(
+    merge: Literal["concatenate", "average", "standardized_average", "convolution"] = option(
         "concatenate",
         "How the patches of a block of model.projector.pixel_shuffle become one feature: concatenated, averaged (Gemma "
-        "3), or by a learned convolution over the block (Mistral 3).",
+        "3; Gemma 4: then times √channels, and standardized by given numbers that are not trained), or by a learned "
+        "convolution over the block (Mistral 3).",
     )
     merge_channels: int | None = option(
         None,
@@ -84,7 +86,9 @@ class ProjectorConfig:
         False,
         "Apply the norm layer of model.projector.input_norm to single patches (Mistral 3); off: to merged features.",
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the projector's norm layers.")
+    normalization: Literal["LayerNorm", "RMSNorm", "UnitRMSNorm"] = option(
+        "LayerNorm", "Type of the projector's norm layers; UnitRMSNorm has no weights (Gemma 4)."
+    )
     norm_epsilon: float = option(
         1e-5, "Epsilon of the norm layer before the projector's first linear layer.", valid=POSITIVE
     )

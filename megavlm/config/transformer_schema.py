@@ -1,120 +1,23 @@
-"""Options of the shapes of the vision encoder and the language model. Part of the schema (`schema.py`)."""
+"""Options of the shapes of the language model. Part of the schema (`schema.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Needs, Valid, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Needs, option
+from megavlm.config.vision_schema import LAYERS
 
 LATENTS = Needs(
     lambda config: config.model.language.kv_lora_rank is not None,
     "without latent attention",
     "add --set model.language.kv_lora_rank=512",
 )
-LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs visit each layer
-
-
-@dataclass(frozen=True)
-class VisionConfig:
-    """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL."""
-
-    num_layers: int = option(4, "Number of transformer layers of the vision encoder.", valid=LAYERS)
-    hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
-    ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
-    num_attention_heads: int = option(
-        8, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
-    )
-    num_query_groups: int | None = option(
-        None,
-        "Number of key/value heads of the vision encoder (grouped-query attention); default: the number of heads.",
-        valid=AT_LEAST_1,
-    )
-    image_size: int = option(
-        32, "Side in pixels of the images that the table of learned positions is for.", valid=AT_LEAST_1
-    )
-    patch_size: int = option(8, "Side of a patch in pixels.", valid=AT_LEAST_1)
-    in_channels: int = option(
-        3,
-        "Number of channels of an image; with given weights, as many as theirs or more (see new_channels).",
-        valid=AT_LEAST_1,
-    )
-    new_channels: Literal["zeros", "repeat"] = option(
-        "zeros",
-        "Weights of the channels that in_channels adds to given ones: zeros, so that training starts from "
-        "the given model's outputs, or repeat: the given channels' weights in turn, scaled to keep the sum.",
-        needs=Needs(
-            lambda config: bool(config.checkpoint.init_from or config.checkpoint.vision_from),
-            "without given weights of a vision encoder",
-            "name them with --init-from or --vision-from",
-        ),
-    )
-    temporal_patch_size: int = option(
-        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2).", valid=AT_LEAST_1
-    )
-    class_token: bool = option(False, "Prepend a learned class token to each image; the projector does not receive it.")
-    position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
-        "learned", "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL)."
-    )
-    position_interpolation: Literal["bicubic", "bilinear", "bilinear_unaligned", "bucket", "fraction"] = option(
-        "bicubic",
-        "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned corners "
-        "(Qwen3-VL) or without (PaddleOCR-VL), or bucket, which takes the table entry that contains the patch "
-        "(SmolVLM); fraction does too, and rounds where a patch begins once less (MiniCPM-V).",
-    )
-    rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.", valid=POSITIVE)
-    rotary_interleaved: bool = option(
-        False, "2-D rotary embedding: rows use even, columns odd frequencies (Pixtral); off: both use even ones."
-    )
-    rotary_neighbours: bool = option(
-        False, "2-D rotary embedding: rotate neighbouring channels, by column and row in turn (MoonViT); off: halves."
-    )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
-    norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.", valid=POSITIVE)
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = option(
-        "gelu", "Activation function of the vision MLP."
-    )
-    add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
-    add_qkv_bias: bool = option(True, "Add biases to the query, key and value projections.")
-    qk_norm: Literal["none", "head", "full"] = option(
-        "none", "RMS normalization of queries and keys: none, per head, or full (over all heads at once, InternViT-6B)."
-    )
-    layer_scale: bool = option(
-        False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
-    )
-    patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
-    pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
-    norm_before_position: bool = option(
-        False, "Apply the norm of model.vision.pre_norm before learned positions are added (GLM-4.1V); off: after."
-    )
-    post_norm: bool = option(
-        True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
-    )
-    feature_layer: int = option(
-        -1, "Layer whose output the projector receives, from the end: -1 is the last layer, -2 the one before it."
-    )
-    window_size: int | None = option(
-        None,
-        "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image.",
-        valid=AT_LEAST_1,
-    )
-    full_attention_layers: tuple[int, ...] = option(
-        (),
-        "Indices (from 0) of layers that attend to the whole image despite window_size; default: no layer.",
-        valid=AT_LEAST_0,
-    )
-    deepstack_layers: tuple[int, ...] = option(
-        (),
-        "Indices (from 0) of vision layers whose projected features are added after the first language layers "
-        "(Qwen3-VL's DeepStack); default: no layer.",
-        valid=AT_LEAST_0,
-    )
-    merger_layer: int | None = option(
-        None,
-        "Index (from 0) of the vision layer after which each 2×2 neighbouring patches become one, by attention among "
-        "them and an MLP (MiniCPM-V 4.6); default: no layer.",
-        valid=AT_LEAST_0,
-    )
+GLOBAL_LAYERS = Needs(
+    lambda config: config.model.language.window_size is not None,
+    "without layers with a sliding window",
+    "set model.language.window_size and model.language.full_attention_layers",
+)
 
 
 @dataclass(frozen=True)
@@ -133,16 +36,40 @@ class LanguageConfig:
     kv_channels: int = option(
         None, "Width of an attention head; default: hidden size / attention heads.", valid=AT_LEAST_1
     )
+    global_kv_channels: int | None = option(
+        None,
+        "Width of an attention head in layers without a sliding window (Gemma 4); default: that in all layers.",
+        valid=AT_LEAST_1,
+        needs=GLOBAL_LAYERS,
+    )
+    global_query_groups: int | None = option(
+        None,
+        "Number of key/value heads in layers without a sliding window (Gemma 4); default: that in all layers.",
+        valid=AT_LEAST_1,
+        needs=GLOBAL_LAYERS,
+    )
+    keys_as_values: bool = option(
+        False,
+        "Layers without a sliding window take keys, before their norm and rotation, as values (Gemma 4).",
+        needs=(
+            GLOBAL_LAYERS,
+            Needs(
+                lambda config: config.model.language.qk_norm,
+                "without norms of queries and keys",
+                "add --set model.language.qk_norm=true",
+            ),
+        ),
+    )
     vocab_size: int = option(
         None,
         "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results.",
         valid=AT_LEAST_1,
     )
     rotary_base: float = option(10000.0, "Base of the rotary position embedding.", valid=POSITIVE)
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
+    rope_scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = option(
         "none",
         "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 and yarn only "
-        "low ones.",
+        "low ones; proportional: of a head's frequencies, only the highest rotary_percent rotate (Gemma 4).",
     )
     rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.", valid=POSITIVE)
     rope_low_freq_factor: float = option(
@@ -201,6 +128,10 @@ class LanguageConfig:
     norm_epsilon: float = option(1e-6, "Epsilon of the language model's norm layers.", valid=POSITIVE)
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
+    value_norm: bool = option(False, "Apply RMSNorm without weights to values per head (Gemma 4).")
+    layer_scalar: bool = option(
+        False, "Multiply the output of each language layer by a given number that is not trained (Gemma 4)."
+    )
     post_norms: bool = option(
         False,
         "Apply a norm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
@@ -311,6 +242,11 @@ class LanguageConfig:
     )
     bidirectional_images: bool = option(
         False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."
+    )
+    bidirectional_windows: bool = option(
+        False,
+        "Let tokens of an image attend to all tokens of the same image in layers with a sliding window (Gemma 4).",
+        needs=GLOBAL_LAYERS,
     )
     bidirectional_prefix: bool = option(
         False, "Let the tokens before a sample's first trained one attend to one another both ways (PaliGemma)."

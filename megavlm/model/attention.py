@@ -78,24 +78,31 @@ class TurnedHeads:
 
 
 class Attention(TurnedHeads, SelfAttention):
-    """megatron-core's self-attention with the rotary embedding of `rotary`, and key/value heads shared by ranks."""
+    """megatron-core's self-attention with the rotary embedding of `rotary`, and key/value heads shared by ranks.
 
-    def __init__(self, *args: Any, rotary: Rotary, split: HeadSplit, **kwargs: Any) -> None:
+    Values have a norm without weights if `value_norm` is its epsilon.
+    """
+
+    def __init__(
+        self, *args: Any, rotary: Rotary, split: HeadSplit, value_norm: float | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.rotary, self.split = rotary, split
+        self.rotary, self.split, self.value_norm = rotary, split, value_norm
         self.shared_heads = SharedHeads(split, self.tp_group) if split.copies > 1 else None
 
     def _turned_heads(self, hidden_states: Tensor, key_value_states: Tensor | None) -> tuple[Tensor, ...]:
         rotary, turns = self.rotary, self.rotation
         gate: list[Tensor] = []
-        if self.shared_heads is not None or self.split.gated:
+        if self.shared_heads is not None or self.split.gated or self.split.keys_alone:
             query, key, value, *gate = self._split_heads(self.linear_qkv(hidden_states)[0])
         else:
             whole = SelfAttention.get_query_key_value_tensors
             mixed, sizes = whole(self, hidden_states, key_value_states, split_qkv=False)
-            if turns is not None and self.q_layernorm is None:
+            if turns is not None and self.q_layernorm is None and not turns.of_axes:
                 return rotary.split_and_rotate(mixed, sizes, turns)
             query, key, value = rotary.split(mixed, sizes)
+        if self.value_norm is not None:
+            value = F.rms_norm(value, value.shape[-1:], eps=self.value_norm)
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if turns is not None:
@@ -105,10 +112,11 @@ class Attention(TurnedHeads, SelfAttention):
     def _split_heads(self, mixed: Tensor) -> tuple[Tensor, ...]:
         """Split [S, B, L·rows of a slot] into query [S, B, L·R, D], key and value [S, B, L, D], and gate like query."""
         split = self.split
-        rows, parts = mixed.unflatten(-1, (split.slots, -1)).split(
-            [split.rows(split.fused[0]), 2 * split.part_width], dim=-1
-        )
-        key, value = parts.chunk(2, dim=-1) if self.shared_heads is None else self.shared_heads.joined(parts)
+        rows, keys = split.rows(split.fused[0]), split.rows(*split.fused[1:])
+        rows, parts = mixed.unflatten(-1, (split.slots, -1)).split([rows, keys], dim=-1)
+        shared = self.shared_heads
+        heads = shared.joined(parts) if shared is not None else parts.chunk(2 - split.keys_alone, dim=-1)
+        key, value = heads[0], heads[-1]
         query, *gate = rows.reshape(*rows.shape[:2], split.local_heads, -1).split(split.width, dim=-1)
         return query, key, value, *gate
 
@@ -205,10 +213,10 @@ class SharedHeads:
         self.split, self.group = split, group
         self.exchange = split.exchange(group.rank())
 
-    def joined(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return whole keys and values [S, B, L, D] of the parts [S, B, L, 2·w]."""
-        key, value = (self._joined(x) for x in self._gathered(parts).unflatten(-1, (2, -1)).unbind(-2))
-        return key, value
+    def joined(self, parts: Tensor) -> tuple[Tensor, ...]:
+        """Return whole keys and values [S, B, L, D] each of the parts [S, B, L, 2·w], or keys alone of [S, B, L, w]."""
+        whole = self._gathered(parts).unflatten(-1, (-1, self.split.part_width))
+        return tuple(self._joined(x) for x in whole.unbind(-2))
 
     def _gathered(self, parts: Tensor) -> Tensor:
         """Return the parts of whole keys and values [L, C, S, B, 2·w] from this rank's parts [S, B, L, 2·w]."""

@@ -54,7 +54,12 @@ class ConnectorModule(MegatronModule):
         """Return the features [F, 1, Hl] of consecutive images from their row-major patches [P, Hv]."""
 
 
-MERGES = {"concatenate": pixel_shuffle, "average": average_pool, "convolution": channels_first_blocks}
+MERGES = {
+    "concatenate": pixel_shuffle,
+    "average": average_pool,
+    "standardized_average": average_pool,
+    "convolution": channels_first_blocks,
+}
 
 
 class Projector(ConnectorModule):
@@ -63,6 +68,9 @@ class Projector(ConnectorModule):
     The MLP is tensor-parallel without sequence parallelism: pixel shuffle needs neighbouring patches together, and
     the features are merged into text embeddings of whole sequences.
     """
+
+    std_scale: Tensor | None
+    std_bias: Tensor | None
 
     def __init__(self, builder: LayerBuilder, *, norm_epsilon: float | None = None) -> None:
         """Build the projector. With `norm_epsilon` it has a norm of patches or merged features in any configuration."""
@@ -83,6 +91,11 @@ class Projector(ConnectorModule):
         if norm_epsilon is not None:
             normed = model.vision.hidden_size if self.projector.norm_before_merge else inputs
             self.norm = Norm(layer_config, normed, norm_epsilon)
+            if self.projector.normalization == "UnitRMSNorm":
+                self.norm = nn.RMSNorm(normed, norm_epsilon, elementwise_affine=False)
+        given = self.projector.merge == "standardized_average"
+        self.register_buffer("std_scale", torch.ones(inputs, dtype=dtype) if given else None)
+        self.register_buffer("std_bias", torch.zeros(inputs, dtype=dtype) if given else None)
         # Replicated like its inputs and outputs: it needs no communication.
         self.convolution: nn.Module = nn.Identity()
         if self.projector.merge == "convolution":
@@ -110,6 +123,10 @@ class Projector(ConnectorModule):
         first = self.projector.norm_before_merge
         merged, factor = self.norm(patches) if first else patches, block_side(self.model)
         merged = self.convolution(merged if factor == 1 else self.merge(merged, grids, factor))
+        if self.std_scale is not None and self.std_bias is not None:
+            # In fp32: both terms of the difference are large.
+            wide = merged.float() * merged.shape[-1] ** 0.5 - self.std_bias.float()
+            merged = (wide * self.std_scale.float()).to(merged.dtype)
         out = self._projected((merged if first else self.norm(merged))[:, None])
         newline, most = self.image_newline, self.projector.anyres_max_tiles
         if newline is None or most is None:

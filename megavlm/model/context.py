@@ -15,7 +15,14 @@ from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
 from megavlm.arch.layers import is_merged
 from megavlm.arch.workload import window_patches
-from megavlm.config.derived import masks_all_layers, sequence_multiple, sequence_parallel, tower_merge
+from megavlm.config.derived import (
+    attends_both_ways,
+    masks_all_layers,
+    sequence_multiple,
+    sequence_parallel,
+    tower_merge,
+    unwindowed,
+)
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.context_parts import followers, order_of
@@ -130,7 +137,7 @@ class MicroBatchContext:
         spans = masked_spans(
             self._bounds,
             window=window,
-            runs=self._runs,
+            runs=self._runs_within(window),
             longest=max(self._run_lengths),
             beyond=self.config.model.language.bidirectional_prefix,
             device=self.device,
@@ -141,9 +148,16 @@ class MicroBatchContext:
     def _cached(self, rows: Continuation, *, window: int | None) -> Packing:
         """Return the packing of attention to a key/value cache, with a window of `window` tokens (None: without)."""
         samples, length = self.batch.text.tokens.shape
-        runs = None if self._runs is None else self._runs.view(samples, length)
+        runs = self._runs_within(window)
+        runs = None if runs is None else runs.view(samples, length)
         beyond = self.config.model.language.bidirectional_prefix
         return Packing(qkv_format="sbhd", cached=CachedAttention(rows, length, window, runs, beyond=beyond))
+
+    def _runs_within(self, window: int | None) -> Tensor | None:
+        """Return the runs of layers with a window of `window` tokens (None: without, where images may not be runs)."""
+        language = self.config.model.language
+        everywhere = language.bidirectional_images or language.bidirectional_prefix
+        return self._runs if everywhere or window is not None else None
 
     @cached_property
     def _runs(self) -> Tensor | None:
@@ -151,7 +165,7 @@ class MicroBatchContext:
         model = self.config.model
         if model.language.bidirectional_prefix:
             return prefix_runs(self.batch.text.prefixes, self._bounds[-1], self.device)
-        if not model.language.bidirectional_images:
+        if not attends_both_ways(model.language):
             return None
         assert model.image_token is not None, "refused by the configuration rules"
         return image_runs(self.batch.row_tokens, model.image_token, self._run_lengths)
@@ -161,7 +175,7 @@ class MicroBatchContext:
         """Return the number of tokens of each image or prefix with bidirectional attention; [0] without one."""
         model = self.config.model
         sizes = self.batch.image_sizes if self.batch.context is None else self.batch.context.image_sizes
-        counts = sizes.image_tokens(model.projector) if model.language.bidirectional_images else []
+        counts = sizes.image_tokens(model.projector) if attends_both_ways(model.language) else []
         if model.language.bidirectional_prefix:
             counts = [count for _, count in self.batch.text.prefixes]
         return counts or [0]
@@ -186,13 +200,14 @@ class MicroBatchContext:
             base=vision.rotary_base,
             interleaved=vision.rotary_interleaved,
             neighbours=vision.rotary_neighbours,
+            axes=vision.position_embedding == "axes_rope2d",
         )
         return rotation(angles, DTYPES[self.config.precision.dtype])
 
     @cached_property
     def language_rope(self) -> Rotation:
         """Return the rotary angles of language layers without a sliding window."""
-        return self._rotation(self.config.model.language)
+        return self._rotation(unwindowed(self.config.model.language))
 
     def further_rope(self, depth: int) -> Rotation:
         """Return the rotary angles of the prediction layer `depth`, of positions `depth` + 1 places further on."""
@@ -226,9 +241,13 @@ class MicroBatchContext:
     def sliding_rope(self) -> Rotation:
         """Return the rotary angles of layers with a sliding window."""
         language = self.config.model.language
-        if language.local_rotary_base is None:
+        if language.local_rotary_base is not None:
+            share = 1.0 if language.rope_scaling == "proportional" else language.rotary_percent
+            base = language.local_rotary_base
+            language = replace(language, rotary_base=base, rope_scaling="none", rotary_percent=share)
+        elif unwindowed(language) is language:
             return self.language_rope
-        return self._rotation(replace(language, rotary_base=language.local_rotary_base, rope_scaling="none"))
+        return self._rotation(language)
 
     def _rotation(self, language: LanguageConfig) -> Rotation:
         angles = rope(self.batch.text.positions, language)
@@ -357,6 +376,6 @@ class MicroBatchContext:
 
 def _usual_length(vision: VisionConfig) -> int:
     """Return the number of vision tokens of a full-size image if the tower has learned positions, else 0."""
-    if vision.position_embedding == "rope2d":
+    if vision.position_embedding in ("rope2d", "axes_rope2d"):
         return 0
     return (vision.image_size // vision.patch_size) ** 2 + vision.class_token

@@ -14,19 +14,25 @@ EP divides experts, and ETP divides F of each. Legend: T tokens on this rank, E 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megavlm.arch.dims import Dims
+from megavlm.config.schema import Config
+from megavlm.model.router import Router
 from megavlm.model.weight_gradients import WeightGradients, product_leaving_gradient
 from megavlm.precision.emulated import Operands, Round, Scaling
 
@@ -236,3 +242,57 @@ def te_product(experts: int, rows: int, columns: int) -> Product:
 
     product: Product = grouped_linear(GroupedLinear)(experts, rows, columns)
     return product
+
+
+class ExpertsWithNorms(MoELayer):
+    """Experts and a shared expert, each with norms of its inputs and outputs; the router gets the layer's input."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, norm: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        given: dict[str, Any] = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.input_norm, self.output_norm = (build_module(norm, **given) for _ in range(2))
+        self.shared_input_norm, self.shared_output_norm = (build_module(norm, **given) for _ in range(2))
+
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
+        shared: Tensor = self.shared_output_norm(self.shared_experts(self.shared_input_norm(hidden_states)))
+        return shared
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
+        return super().preprocess(self.input_norm(hidden_states), probs, routing_map)
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        routed: Tensor = self.output_norm(super().postprocess(output, None))
+        return routed if shared_expert_output is None else routed + shared_expert_output
+
+
+def with_experts(layer_config: TransformerConfig, config: Config, dims: Dims) -> TransformerConfig:
+    """Return the configuration of a layer with experts, for megatron-core's layer and token dispatchers."""
+    experts = config.model.experts
+    return replace(
+        layer_config,
+        num_moe_experts=experts.num_experts,
+        moe_ffn_hidden_size=experts.ffn_hidden_size,
+        moe_router_topk=experts.router_topk,
+        moe_router_score_function=experts.router_score_function,
+        moe_router_pre_softmax=experts.router_pre_softmax,
+        moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
+        moe_shared_expert_gate=experts.shared_gate,
+        moe_token_dispatcher_type=config.parallel.moe_token_dispatcher_type,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.expert_tp,
+    )
+
+
+def experts_spec(modules: Any, config: Config, dense: MLPSubmodules) -> ModuleSpec:
+    """Return the spec of a router with its experts. A shared expert is an MLP like those of `dense` layers."""
+    activation = dense.activation_func
+    submodules = MoESubmodules(
+        router=partial(Router, experts=config.model.experts),
+        experts=ModuleSpec(module=GroupedExperts, params={"activation": activation, "products": modules.products}),
+        shared_experts=ModuleSpec(
+            module=SharedExpertMLP, submodules=replace(dense, linear_fc1=modules.column_linear_alone)
+        ),
+    )
+    if config.model.experts.own_norms:
+        return ModuleSpec(module=ExpertsWithNorms, submodules=submodules, params={"norm": modules.norm_alone})
+    return ModuleSpec(module=MoELayer, submodules=submodules)

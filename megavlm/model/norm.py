@@ -141,6 +141,20 @@ class LayerScale(nn.Module):
         return add
 
 
+class ScaledLayer(TransformerLayer):
+    """A transformer layer whose output is multiplied by a given number, which is not trained (Gemma 4)."""
+
+    layer_scalar: Tensor  # [1]
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        hidden, context = super().forward(*args, **kwargs)
+        return hidden * self.layer_scalar, context
+
+
 class ParallelLayer(TransformerLayer):
     """x + attention(norm(x)) + MLP(norm(x)), with one norm (Wang and Komatsuzaki 2021; Cohere): [S(/TP), B, H]."""
 

@@ -27,7 +27,7 @@ from megavlm.arch.tensor_split import (
     share_runs,
     vision_split,
 )
-from megavlm.config.derived import is_latent, is_linear
+from megavlm.config.derived import is_gated, is_latent, is_linear, of_layer
 from megavlm.config.schema import ModelConfig
 
 
@@ -50,13 +50,15 @@ def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | 
     if block == "self_attention" and kind == LANGUAGE_LAYER and is_latent(model.language):
         return _part_of_latent_attention(leaf, language_split(model.language, tp), rank)
     if block == "self_attention":
-        heads = language_split(model.language, tp) if kind == LANGUAGE_LAYER else vision_split(model.vision, tp)
+        heads = vision_split(model.vision, tp)
+        if kind == LANGUAGE_LAYER:
+            heads = language_split(of_layer(model.language, number_of(key)), tp)
         padded_at_end = kind != LANGUAGE_LAYER and heads.groups == heads.heads
         return None if padded_at_end or heads.is_even else _part_of_attention(leaf, heads, rank)
     if block == "mlp":
         vision, language = model.vision, kind == LANGUAGE_LAYER
         width = merger_width(vision) if kind == VISION_MERGER else vision.ffn_hidden_size
-        gated = language or vision.activation == "swiglu"
+        gated = language or is_gated(vision)
         return _part_of_mlp(leaf, model.language.ffn_hidden_size if language else width, gated, tp, rank)
     return None
 

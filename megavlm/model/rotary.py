@@ -23,12 +23,22 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query [S, B, N, D], key and value [S, B
 class Rotation(NamedTuple):
     """Rotary angles with cos and sin, once for all layers: [S, B or 1, 1, D], the same for both channels of a pair.
 
-    D may be less than a head's width: then the head's other channels do not rotate.
+    D may be less than a head's width: then the head's other channels do not rotate. Angles [S, 1, 2, D/2] are of two
+    axes, each of which rotates a half of a head (Gemma 4).
     """
 
     angles: Tensor  # float32
     cos: Tensor  # in the type that layers compute in, as in Transformers
     sin: Tensor
+
+    @property
+    def of_axes(self) -> bool:
+        """Return whether each half of a head rotates by itself."""
+        return self.angles.shape[2] > 1
+
+    def axes(self) -> tuple[Rotation, ...]:
+        """Return the rotation of each half of a head."""
+        return tuple(Rotation(*parts) for parts in zip(*(x.split(1, dim=2) for x in self), strict=True))
 
 
 def rotation(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotation:
@@ -56,6 +66,9 @@ class Rotary:
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Return heads [S, B, heads, D], rotated by the angles."""
+        if rotation.of_axes:
+            halves = zip(x.chunk(2, dim=-1), rotation.axes(), strict=True)
+            return torch.cat([self.rotate(half, axis) for half, axis in halves], dim=-1)
         out: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._turned, self._interleaved)
         return out
 
@@ -182,6 +195,8 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
     than L/high keeps its frequency, one longer than L/low turns s times slower, and in between the two are mixed in
     proportion to how far L/w lies from low to high.
 
+    Proportional frequencies (Gemma 4) are plain ones, of which the lowest 1 − `rotary_percent` are zero.
+
     YaRN (Peng et al. 2023) mixes in proportion to the number i of the pair: with the frequency base^(−2i/D) it makes n
     turns within L at i = D/2 · ln(L / 2πn) / ln base. The bounds are rounded away from one another, as in its reference
     implementation.
@@ -190,6 +205,9 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
     plain = language.rotary_base ** (-torch.arange(0, width, 2, device=device).float() / width)
     if language.rope_scaling == "none":
         return plain
+    if language.rope_scaling == "proportional":
+        rotating = int(language.rotary_percent * width / 2)
+        return torch.cat([plain[:rotating], torch.zeros_like(plain[rotating:])])
     slow = plain / language.rope_scaling_factor
     if language.rope_scaling == "linear":
         return slow

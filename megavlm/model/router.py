@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import (
@@ -63,6 +64,12 @@ class Router(MegatronModule):
         self.experts, self.group, self.tp_group = experts, pg_collection.tp_cp, pg_collection.tp
         self.weight = nn.Parameter(torch.empty(experts.num_experts, config.hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.input_scale = self.expert_scale = None
+        if experts.own_norms:
+            self.input_scale = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
+            self.expert_scale = nn.Parameter(torch.ones(experts.num_experts, dtype=config.params_dtype))
+            for scale in (self.input_scale, self.expert_scale):
+                scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.register_buffer(
             "expert_bias", torch.zeros(experts.num_experts) if experts.router_enable_expert_bias else None
         )
@@ -76,6 +83,9 @@ class Router(MegatronModule):
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and the choice of experts for hidden states [S, B, H]."""
         experts = self.experts
+        if self.input_scale is not None:
+            normed = F.rms_norm(hidden, hidden.shape[-1:], eps=self.config.layernorm_epsilon)
+            hidden = normed * self.input_scale * hidden.shape[-1] ** -0.5
         logits = router_gating_linear(hidden.contiguous(), self.weight, None, torch.float32)
         if experts.router_force_load_balancing:
             logits = logits + _in_turn(logits, experts.router_topk)
@@ -90,6 +100,8 @@ class Router(MegatronModule):
             score_function=experts.router_score_function,
             expert_bias=self.expert_bias,
         )
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale
         # Not in evaluations, nor in the first of the two passes of a layer that is recomputed or of a gradient cache.
         if self.training and torch.is_grad_enabled() and self.rows is not None:
             weights = self._balanced(weights, logits, chosen.view(logits.shape), self.rows)

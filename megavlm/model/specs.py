@@ -16,35 +16,35 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
 from megavlm.arch.connector import connector_of
-from megavlm.arch.dims import Dims
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, vision_split
 from megavlm.config.derived import (
     attends_in_window,
     has_experts,
+    is_gated,
     is_latent,
     is_linear,
     masks_all_layers,
+    of_layer,
     sequence_parallel,
+    unwindowed,
 )
 from megavlm.config.lora_config import clipped_parts
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, LanguageConfig
 from megavlm.model.attention import Attention, CoreAttention, LogitAttention, without_padding
 from megavlm.model.context_attention import across_context
-from megavlm.model.experts import GroupedExperts
+from megavlm.model.experts import experts_spec, with_experts
 from megavlm.model.latent_attention import LatentAttention
 from megavlm.model.layer_modules import ActivationModule, LayerModules, accumulation_fields, fp8_fields, modules_of
 from megavlm.model.linear_attention import GatedDeltaNet
-from megavlm.model.norm import FullRMSNorm, LayerScale, Norm, ParallelLayer, PostNorm
-from megavlm.model.router import Router
+from megavlm.model.norm import FullRMSNorm, LayerScale, Norm, ParallelLayer, PostNorm, ScaledLayer
+from megavlm.model.packing import WIDEST
 from megavlm.parallel.groups import Groups
 
 HEAD_NORM = ModuleSpec(module=Norm, params={"normalization": "RMSNorm"})  # of each query or key head (Qwen3)
@@ -102,10 +102,11 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
         kv_channels=split.width,
         normalization=vision.normalization,
         layernorm_epsilon=vision.norm_epsilon,
-        gated_linear_unit=vision.activation == "swiglu",
+        gated_linear_unit=is_gated(vision),
         add_bias_linear=vision.add_bias_linear,
         add_qkv_bias=vision.add_qkv_bias,
         qk_layernorm=vision.qk_norm != "none",
+        softmax_scale=vision.softmax_scale,
         **fp8_fields(config, "vision"),
     )
 
@@ -114,16 +115,15 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
     """Return megatron-core's configuration of the language model."""
     language = config.model.language
     split, ffn = language_split(language, tp), mlp_share(language.ffn_hidden_size, tp) * tp
+    even = split.is_even and language_split(unwindowed(language), tp).is_even
     return common_config(
         config,
         tp=tp,
-        padded=not split.is_even or bool(language.linear_attention_layers) or ffn != language.ffn_hidden_size,
+        padded=not even or bool(language.linear_attention_layers) or ffn != language.ffn_hidden_size,
         num_layers=language.num_layers,
         hidden_size=language.hidden_size,
         ffn_hidden_size=ffn,
-        num_attention_heads=split.local_heads * tp,
-        num_query_groups=split.slots * tp,
-        kv_channels=language.kv_channels,
+        **_head_fields(language, tp),
         normalization=language.normalization,
         layernorm_epsilon=language.norm_epsilon,
         gated_linear_unit=True,
@@ -135,6 +135,13 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         attention_output_gate=language.attention_output_gate,
         **fp8_fields(config, "language"),
     )
+
+
+def _head_fields(language: LanguageConfig, tp: int) -> dict[str, int]:
+    """Return the fields of heads, padding included, of language layers that see the language model so."""
+    split = language_split(language, tp)
+    heads, groups = split.local_heads * tp, split.slots * tp
+    return {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": language.kv_channels}
 
 
 def projector_config(config: Config, *, tp: int) -> TransformerConfig:
@@ -150,7 +157,7 @@ def projector_config(config: Config, *, tp: int) -> TransformerConfig:
         num_layers=1,
         hidden_size=config.model.language.hidden_size,
         num_attention_heads=tp,
-        normalization=config.model.projector.normalization,
+        normalization=config.model.projector.normalization.removeprefix("Unit"),
         layernorm_zero_centered_gamma=config.model.projector.apply_layernorm_1p,
     )
     return replace(layer_config, sequence_parallel=False)
@@ -198,12 +205,14 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
     if vision.layer_scale:
         branch = ModuleSpec(module=LayerScale, params={"config": layer_config})
     qk_norm: Any = None
-    if vision.qk_norm == "head":
+    if vision.qk_norm in ("head", "head_and_values"):
         qk_norm = HEAD_NORM
     elif vision.qk_norm == "full":
         params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
         qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
     modules = modules_of(f"{VISION_LAYER}{number}", config, groups)
+    if vision.post_norms:
+        branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})
     split = vision_split(vision, groups.dims.tp)
     core = LogitAttention if "vision" in clipped_parts(config) else modules.core_attention
     modules = replace(modules, core_attention=_discarding_padding(core, split, groups.tp.rank()))
@@ -212,6 +221,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
         AttnMaskType.no_mask,
         split=split,
         qk_norm=qk_norm,
+        value_norm=vision.norm_epsilon if vision.qk_norm == "head_and_values" else None,
         branch=branch,
         qkv_bias=vision.add_qkv_bias,
         activation=vision.activation,
@@ -221,11 +231,13 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
 
 def language_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
     """Build language layer `number` (from 0): causal, or masked (window, bidirectional image or prefix, softcap)."""
-    language = config.model.language
+    language = of_layer(config.model.language, number)
+    layer_config = replace(layer_config, **_head_fields(language, groups.dims.tp))
     modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
     split = language_split(language, groups.dims.tp)
     core: Any = modules.core_attention
-    if masks_all_layers(language) or attends_in_window(language, number) or groups.context.split.groups > 1:
+    masked = masks_all_layers(language) or attends_in_window(language, number)
+    if masked or groups.context.split.groups > 1 or language.kv_channels > WIDEST:
         core = CoreAttention
     if "language" in clipped_parts(config):
         core = LogitAttention
@@ -247,6 +259,7 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         AttnMaskType.causal,
         split=split,
         qk_norm=HEAD_NORM if language.qk_norm else None,
+        value_norm=language.norm_epsilon if language.value_norm else None,
         branch=branch,
         qkv_bias=language.add_qkv_bias,
         activation=language.activation,
@@ -274,9 +287,11 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     if has_experts(config.model, number):
         layer_config = with_experts(layer_config, config, groups.dims)
         mlp = experts_spec(modules, config, submodules.mlp.submodules)
-        submodules = replace(submodules, pre_mlp_layernorm=modules.norm_alone, mlp=mlp)
+        norm = IdentityOp if config.model.experts.own_norms else modules.norm_alone
+        submodules = replace(submodules, pre_mlp_layernorm=norm, mlp=mlp)
     if not language.parallel_block:
-        return _layer(layer_config, submodules, groups, number, TransformerLayer)
+        kind = ScaledLayer if language.layer_scalar else TransformerLayer
+        return _layer(layer_config, submodules, groups, number, kind)
     submodules = replace(submodules, pre_mlp_layernorm=IdentityOp)
     return _layer(layer_config, submodules, groups, number, ParallelLayer)
 
@@ -305,6 +320,7 @@ def layer_submodules(
     branch: Any,
     qkv_bias: bool,
     activation: str,
+    value_norm: float | None = None,
 ) -> TransformerLayerSubmodules:
     rows = split.local_rows * split.tp
     attention = SelfAttentionSubmodules(
@@ -323,7 +339,7 @@ def layer_submodules(
         input_layernorm=modules.norm,
         self_attention=ModuleSpec(
             module=Attention,
-            params={"attn_mask_type": mask, "rotary": modules.rotary, "split": split},
+            params={"attn_mask_type": mask, "rotary": modules.rotary, "split": split, "value_norm": value_norm},
             submodules=attention,
         ),
         self_attn_bda=branch,
@@ -341,34 +357,3 @@ def _qkv_linear(linear: Any, inputs: int, outputs: int, *, rows: int, qkv_bias: 
     bias if other linear layers have one, but InternViT-6B has no bias here.
     """
     return build_module(linear, inputs, rows, bias=qkv_bias, **kwargs)
-
-
-def with_experts(layer_config: TransformerConfig, config: Config, dims: Dims) -> TransformerConfig:
-    """Return the configuration of a layer with experts, for megatron-core's layer and token dispatchers."""
-    experts = config.model.experts
-    return replace(
-        layer_config,
-        num_moe_experts=experts.num_experts,
-        moe_ffn_hidden_size=experts.ffn_hidden_size,
-        moe_router_topk=experts.router_topk,
-        moe_router_score_function=experts.router_score_function,
-        moe_router_pre_softmax=experts.router_pre_softmax,
-        moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
-        moe_shared_expert_gate=experts.shared_gate,
-        moe_token_dispatcher_type=config.parallel.moe_token_dispatcher_type,
-        expert_model_parallel_size=dims.ep,
-        expert_tensor_parallel_size=dims.expert_tp,
-    )
-
-
-def experts_spec(modules: LayerModules, config: Config, dense: MLPSubmodules) -> ModuleSpec:
-    """Return the spec of a router with its experts. A shared expert is an MLP like those of `dense` layers."""
-    activation = dense.activation_func
-    submodules = MoESubmodules(
-        router=partial(Router, experts=config.model.experts),
-        experts=ModuleSpec(module=GroupedExperts, params={"activation": activation, "products": modules.products}),
-        shared_experts=ModuleSpec(
-            module=SharedExpertMLP, submodules=replace(dense, linear_fc1=modules.column_linear_alone)
-        ),
-    )
-    return ModuleSpec(module=MoELayer, submodules=submodules)

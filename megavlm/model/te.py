@@ -93,6 +93,8 @@ class TeRotary(Rotary):
         return query.reshape(*query.shape[:2], -1, sizes[1]), key, value
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        if rotation.of_axes:
+            return super().rotate(x, rotation)
         flat, angles = _in_one_row(x, rotation.angles)
         return self._rotate(flat, angles, **self._pairs).view(x.shape)
 

@@ -145,7 +145,9 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Linear(pixels, hidden, bias=vision.patch_bias, dtype=dtype)
         self.class_token = nn.Parameter(torch.empty(hidden, dtype=dtype)) if vision.class_token else None
         self.position = None
-        if vision.position_embedding != "rope2d":
+        if vision.position_embedding == "axes_rope2d":
+            self.position = nn.Parameter(torch.empty(2, vision.axis_positions, hidden, dtype=dtype))
+        elif vision.position_embedding != "rope2d":
             side = vision.image_size // vision.patch_size
             self.position = nn.Parameter(torch.empty(side * side + vision.class_token, hidden, dtype=dtype))
         self.norm: nn.Module = nn.Identity()
@@ -188,6 +190,9 @@ class PatchEmbed(nn.Module):
         """Return learned positions, [C + rows·columns, H], resized or looked up for grids of other sizes."""
         if self.position is None:
             return None
+        if self.vision.position_embedding == "axes_rope2d":
+            columns, rows = self.position
+            return (rows[: grid[0], None] + columns[None, : grid[1]]).flatten(0, 1)
         side = self.vision.image_size // self.vision.patch_size
         count = int(self.vision.class_token)
         if self.vision.position_interpolation in ("bucket", "fraction"):
@@ -216,7 +221,13 @@ def position_buckets(length: int, side: int, *, divides: bool = False) -> Tensor
 
 
 def rope2d(
-    coordinates: Tensor, *, head_width: int, base: float, interleaved: bool = False, neighbours: bool = False
+    coordinates: Tensor,
+    *,
+    head_width: int,
+    base: float,
+    interleaved: bool = False,
+    neighbours: bool = False,
+    axes: bool = False,
 ) -> Tensor:
     """Return 2-D rotary angles (Qwen2-VL): the first quarter of the pairs follows the row, the next the column.
 
@@ -225,16 +236,20 @@ def rope2d(
         interleaved: of the frequencies base^(−2i/D), rows have the even i and columns the odd i (Pixtral); otherwise
             both have the even i.
         neighbours: pairs follow the column and the row in turn (MoonViT), for rotation of neighbouring channels.
+        axes: the first half of a head rotates with the column, the second with the row (Gemma 4).
 
     Returns:
         [V, 1, 1, head_width] angles; both halves are equal, as rotation of pairs from the two halves of a head needs,
-        or with `neighbours` every two channels.
+        or with `neighbours` every two channels. With `axes` they are [V, 1, 2, head_width/2], of columns and of rows.
     """
     quarter = head_width // 4
     frequencies = base ** (-torch.arange(quarter, device=coordinates.device).float() / quarter)
     if neighbours:
         turns = frequencies[:, None] * coordinates.float().flip(1)[:, None]
         return turns.flatten(1).repeat_interleave(2, dim=-1)[:, None, None]
+    if axes:
+        angles = coordinates.flip(1).float()[:, :, None] * frequencies
+        return torch.cat([angles, angles], dim=-1)[:, None]
     if interleaved:
         frequencies = torch.stack([frequencies, frequencies * base ** (-2 / head_width)])
     angles = (coordinates.float()[:, :, None] * frequencies).flatten(1)

@@ -43,6 +43,7 @@ from megavlm.arch.layers import (
 from megavlm.arch.objectives import ties_output
 from megavlm.arch.plan import Plan
 from megavlm.backend.accelerator import profiler_range
+from megavlm.config.derived import is_gated
 from megavlm.config.lora_config import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.inputs.batch import MicroBatch
@@ -130,7 +131,7 @@ class VLMChunk(MegatronModule):
         if isinstance(part, Representation):  # scalars of the loss, which no option freezes
             part.requires_grad_(True)
         if module in adapted_parts(config) and isinstance(part, TransformerLayer):
-            gated = module == "language" or config.model.vision.activation == "swiglu"
+            gated = module == "language" or is_gated(config.model.vision)
             add_adapters(part, name, config.lora, gated=gated)
 
     def transferred(self, batch: MicroBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

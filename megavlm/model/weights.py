@@ -86,8 +86,10 @@ def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | 
         return torch.full(shape, -math.log(model.objective.temperature))
     if leaf == "logit_bias":
         return torch.full(shape, model.objective.sigmoid_bias)
-    if leaf in ("bias", "expert_bias"):
+    if leaf in ("bias", "expert_bias", "std_bias"):
         return torch.zeros(shape)
+    if leaf in ("layer_scalar", "std_scale", "input_scale", "expert_scale"):
+        return torch.ones(shape)
     if leaf == "scale":  # InternViT starts its residual branches small
         return torch.full(shape, 0.1)
     if leaf == "A_log":  # away from log 0, as in Transformers

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.tensor_split import HeadSplit, language_split, vision_split
-from megavlm.config.derived import decoder_layers, is_linear
+from megavlm.config.derived import decoder_layers, is_linear, of_layer
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, OptimizerConfig
 from megavlm.model.attention import LogitAttention
@@ -47,16 +47,19 @@ _ATTENTION = ".self_attention."
 def clipped_layers(config: Config, *, tp: int = 1) -> dict[str, HeadSplit]:
     """Return the head split over `tp` ranks of each clipped layer by layer name, in order; {} without `--qk-clip`."""
     vision, language = config.model.vision, config.model.language
-    heads = {
-        "vision": (VISION_LAYER, vision.num_layers, vision_split(vision, tp)),
-        "language": (LANGUAGE_LAYER, decoder_layers(language), language_split(language, tp)),
-    }
+    layers = {"vision": (VISION_LAYER, vision.num_layers), "language": (LANGUAGE_LAYER, decoder_layers(language))}
     return {
-        f"{kind}{number}": split
-        for kind, layers, split in (heads[part] for part in clipped_parts(config))
-        for number in range(layers)
+        f"{kind}{number}": _split(kind, number, config, tp)
+        for kind, count in (layers[part] for part in clipped_parts(config))
+        for number in range(count)
         if kind == VISION_LAYER or not is_linear(language, number)
     }
+
+
+def _split(kind: str, number: int, config: Config, tp: int) -> HeadSplit:
+    if kind == VISION_LAYER:
+        return vision_split(config.model.vision, tp)
+    return language_split(of_layer(config.model.language, number), tp)
 
 
 def row_factors(largest: Tensor, split: HeadSplit, options: OptimizerConfig) -> Tensor:

@@ -36,6 +36,10 @@ def router(config: Config) -> Iterator[str]:
             "model.experts.router_enable_expert_bias needs sigmoid scores: add --set "
             "model.experts.router_score_function=sigmoid, or leave the bias out"
         )
+    if experts.own_norms and experts.shared_ffn_hidden_size is None:
+        yield "model.experts.own_norms is of models with a shared expert: add model.experts.shared_ffn_hidden_size"
+    if experts.own_norms and config.lora.train_router:
+        yield "model.experts.own_norms and lora.train_router cannot be combined: leave one of them out"
     rate = experts.router_bias_update_rate
     moves = not starts_from_weights(config) if rate is None else rate > 0
     if experts.router_enable_expert_bias and moves and "language" not in trained_whole(config):

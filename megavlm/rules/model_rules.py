@@ -66,6 +66,10 @@ def vision_tower(config: Config) -> Iterator[str]:
         )
     if vision.window_size is not None and vision.class_token:
         yield "model.vision.window_size and model.vision.class_token cannot be combined: a class token is in no window"
+    if vision.position_embedding == "axes_rope2d" and vision.class_token:
+        yield "model.vision.position_embedding axes_rope2d gives class tokens no position: leave class_token out"
+    if vision.layer_scale and vision.post_norms:
+        yield "model.vision.layer_scale and model.vision.post_norms cannot be combined: leave one of them out"
     option = f"model.vision.deepstack_layers {_listed(vision.deepstack_layers)}"
     last, count = layers + vision.feature_layer, config.model.language.num_layers
     if list(vision.deepstack_layers) != sorted(set(vision.deepstack_layers)):
@@ -102,7 +106,7 @@ def language_model(config: Config) -> Iterator[str]:
     the three sections of M-RoPE must add up to these pairs.
     """
     language = config.model.language
-    hidden, heads, groups = language.hidden_size, language.num_attention_heads, language.num_query_groups
+    hidden, heads = language.hidden_size, language.num_attention_heads
     sizes = f"model.language.hidden_size {hidden} / model.language.num_attention_heads {heads}"
     given = is_set(language, "kv_channels")
     if not given and hidden % heads:
@@ -136,9 +140,14 @@ def language_model(config: Config) -> Iterator[str]:
             f"model.language.mrope_section {_listed(sections)} must be three numbers (time, height, width) that add up "
             f"to {channels // 2}, the channel pairs of a language head that rotate"
         )
-    if is_set(language, "num_query_groups") and heads % groups:
-        whole = f"model.language.num_attention_heads {heads}"
-        yield no_divisor("model.language.num_query_groups", groups, whole, heads)
+    whole = f"model.language.num_attention_heads {heads}"
+    for name in ("num_query_groups", "global_query_groups"):
+        if is_set(language, name) and heads % getattr(language, name):
+            yield no_divisor(f"model.language.{name}", getattr(language, name), whole, heads)
+    if (wide := language.global_kv_channels) is not None and wide % 2:
+        yield f"model.language.global_kv_channels {wide} must be even for rotary embedding: add or subtract 1"
+    if language.layer_scalar and language.parallel_block:
+        yield "model.language.layer_scalar and model.language.parallel_block cannot be combined: leave one of them out"
     option = "model.language.attention_softcap"
     if language.attention_softcap is not None and config.model.attention_dropout:
         yield f"{option} and --attention-dropout cannot be combined: set one of them to its default"
@@ -176,6 +185,10 @@ def latent_attention(config: Config) -> Iterator[str]:
         ("input_norms=false", not language.input_norms),
         ("local_rotary_base", language.local_rotary_base is not None),
         ("parallel_block", language.parallel_block),
+        ("global_kv_channels", language.global_kv_channels is not None),
+        ("global_query_groups", language.global_query_groups is not None),
+        ("keys_as_values", language.keys_as_values),
+        ("value_norm", language.value_norm),
     ):
         if given:
             yield f"{option} and model.language.{name} cannot be combined: leave one of them out"
@@ -195,7 +208,7 @@ def further_tokens(config: Config) -> Iterator[str]:
             f"{option} is trained with the whole language model, which this run freezes or adapts by LoRA: set it to 0 "
             "(layers of a given folder are then exported as they came), or train the language model"
         )
-    for both_ways in ("bidirectional_images", "bidirectional_prefix"):
+    for both_ways in ("bidirectional_images", "bidirectional_windows", "bidirectional_prefix"):
         if getattr(config.model.language, both_ways):
             yield (
                 f"{option} reads later tokens, which model.language.{both_ways} would show to those that predict them: "
@@ -239,14 +252,15 @@ def images(config: Config) -> Iterator[str]:
                 f"{flag} {side} is {side // patch} patches of model.vision.patch_size {patch} a side, which "
                 f"model.projector.pixel_shuffle {shuffle} does not divide: {remedy}"
             )
-    option = "model.language.bidirectional_images"
-    if model.language.bidirectional_images and kind == "digits":
-        yield (
-            f"{option} and --data digits, which has an image token of its own, cannot be combined: add --set "
-            f"{option}=false"
-        )
-    if model.language.bidirectional_images and model.image_token is None:
-        yield f"{option} knows images by their token: add --image-token"
+    for name in ("bidirectional_images", "bidirectional_windows"):
+        option, given = f"model.language.{name}", getattr(model.language, name)
+        if given and kind == "digits":
+            yield (
+                f"{option} and --data digits, which has an image token of its own, cannot be combined: add --set "
+                f"{option}=false"
+            )
+        if given and model.image_token is None:
+            yield f"{option} knows images by their token: add --image-token"
     if model.projector.anyres_max_tiles is None:
         return
     for name, given in (("vision.deepstack_layers", vision.deepstack_layers), _mrope(config)):

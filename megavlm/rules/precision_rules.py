@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterator
 
 from megavlm.arch.tensor_split import language_split, mlp_share, vision_split
-from megavlm.config.derived import fp8_in, fp8_multiple, layers_that_run, sequence_multiple
+from megavlm.config.derived import (
+    fp8_in,
+    fp8_multiple,
+    layers_that_run,
+    sequence_multiple,
+    unwindowed,
+    windowed,
+)
 from megavlm.config.lora_config import trained_whole
 from megavlm.config.messages import nearest
 from megavlm.config.schema import Config
@@ -102,8 +109,9 @@ def fp8_fits_the_heads(config: Config) -> Iterator[str]:
     """Check that the widths of attention projections on one rank are multiples that FP8 products support."""
     precision, model, tp = config.precision, resolve_model(config.model), config.parallel.tensor_model_parallel_size
     step = fp8_multiple(precision.fp8_recipe)
-    splits = {"vision": vision_split(model.vision, tp), "language": language_split(model.language, tp)}
-    for part, split in splits.items():
+    seen = windowed(model.language), unwindowed(model.language)
+    splits = [("vision", vision_split(model.vision, tp)), *(("language", language_split(each, tp)) for each in seen)]
+    for part, split in dict.fromkeys(splits):
         if not fp8_in(part, config):
             continue
         queries = split.local_heads * split.width

@@ -16,6 +16,7 @@ CASES = [
     (1, "rich", ""),
     (2, "gemma3", "--tp 2"),
     (2, "qwen3.5", "--tp 2"),
+    (2, "gemma4", "--pp 2"),
     (2, "shared-kv", "--data-parallel-sharding full"),
     (2, "latents", "--tp 2"),
     (2, "paligemma", "--pp 2"),

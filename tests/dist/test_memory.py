@@ -64,6 +64,16 @@ PALIGEMMA = (
     "model.language.bidirectional_prefix=true model.language.post_norms=true model.language.attention_softcap=50 "
     "model.language.final_softcap=30 model.language.activation=geglu"
 )
+GEMMA4 = (
+    "--seq-length 256 --set model.language.window_size=32 model.language.full_attention_layers=[1,3] "
+    "model.language.global_kv_channels=64 model.language.global_query_groups=1 model.language.keys_as_values=true "
+    "model.language.value_norm=true model.language.qk_norm=true model.language.post_norms=true "
+    "model.language.layer_scalar=true model.language.activation=geglu model.language.bidirectional_windows=true "
+    "--image-token 9 --set model.vision.position_embedding=axes_rope2d model.vision.qk_norm=head_and_values "
+    "model.vision.post_norms=true model.vision.activation=geglu model.vision.normalization=RMSNorm "
+    "--projector-kind linear --set model.projector.merge=standardized_average model.projector.input_norm=true "
+    "model.projector.normalization=UnitRMSNorm"
+)
 COHERE = (
     "--set model.language.parallel_block=true model.language.normalization=LayerNorm model.language.logit_scale=0.3 "
     "model.language.rotary_interleaved=true model.language.no_rope_layers=[3] --projector-kind swiglu"
@@ -90,6 +100,8 @@ CASES = {
     "tp2-latents-bf16": (2, f"--tp 2 {LATENTS} --precision bf16"),
     "exaone4.5": (1, EXAONE),
     "paligemma": (1, PALIGEMMA),
+    "gemma4": (1, GEMMA4),
+    "tp2-gemma4-bf16": (2, f"--tp 2 {GEMMA4} --precision bf16"),
     "tp4-exaone4.5-bf16": (4, f"--tp 4 {EXAONE} --precision bf16"),
     "cohere": (1, COHERE),
     "tp2-cohere-bf16": (2, f"--tp 2 {COHERE} --precision bf16"),

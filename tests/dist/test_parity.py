@@ -89,6 +89,7 @@ FAST = [
     ("tp4", "qwen3.5", "no-sp"),
     ("tp4", "exaone4.5", ""),
     ("tp2-pp2", "paligemma", "loss-chunks"),
+    ("tp4", "gemma4", ""),  # two ranks share a key head of layers without a window
     ("tp2-pp2", "cohere", "selective"),
     ("pp2", "latents", "selective"),
     ("pp2-vpp2", "mtp", "cuts-mtp"),

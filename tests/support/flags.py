@@ -59,6 +59,23 @@ MODELS = {
     "--projector-kind linear --set model.projector.bias=false model.projector.merge=average "
     "model.projector.input_norm=true model.projector.normalization=RMSNorm "
     "model.projector.apply_layernorm_1p=true",
+    # Layers without a window have wider and fewer key heads, which are values; images attend both ways in the others.
+    # A tower with learned columns and rows, whose features are standardized.
+    "gemma4": "--set model.language.window_size=7 model.language.full_attention_layers=[1,3] "
+    "model.language.kv_channels=10 model.language.num_query_groups=4 model.language.global_kv_channels=16 "
+    "model.language.global_query_groups=2 model.language.keys_as_values=true model.language.value_norm=true "
+    "model.language.layer_scalar=true model.language.qk_norm=true model.language.post_norms=true "
+    "model.language.rope_scaling=proportional model.language.rotary_percent=0.375 "
+    "model.language.local_rotary_base=100 model.language.softmax_scale=0.3 model.language.final_softcap=1.5 "
+    "model.language.bidirectional_windows=true model.language.embedding_scale=8 "
+    "model.language.tie_embeddings=true --image-token 9 --set "
+    "model.vision.position_embedding=axes_rope2d model.vision.axis_positions=8 model.vision.qk_norm=head_and_values "
+    "model.vision.post_norms=true model.vision.softmax_scale=0.4 model.vision.activation=geglu "
+    "model.vision.normalization=RMSNorm --projector-kind linear --set model.projector.bias=false "
+    "model.projector.merge=standardized_average model.projector.input_norm=true "
+    "model.projector.normalization=UnitRMSNorm "
+    # Norms of small outputs would multiply rounding.
+    "--init-method-std 0.2",
     # Prompts that reach beyond windows of seven tokens, bounded scores and logits.
     "paligemma": "--set model.language.window_size=7 model.language.full_attention_layers=[1,3] "
     "model.language.bidirectional_prefix=true model.language.post_norms=true model.language.attention_softcap=0.5 "

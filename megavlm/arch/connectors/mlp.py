@@ -58,6 +58,10 @@ class Mlp(Connector):
         """Return whether there is a norm of patches or of merged features."""
         return self.normed or model.projector.input_norm
 
+    def has_norm_weights(self, model: ModelConfig) -> bool:
+        """Return whether this norm has weights."""
+        return self.has_norm(model) and model.projector.normalization != "UnitRMSNorm"
+
     def convolution(self, model: ModelConfig) -> int:
         """Return the number of weights of the convolution that merges patches, which is replicated."""
         learned = model.projector.merge == "convolution"
@@ -87,7 +91,7 @@ class Mlp(Connector):
         projector, outputs = model.projector, model.language.hidden_size
         inputs, per_norm = projector_inputs(model), 2 if projector.normalization == "LayerNorm" else 1
         normed = model.vision.hidden_size if projector.norm_before_merge else inputs
-        norms = per_norm * (normed * self.has_norm(model) + outputs * (projector.kind == "gated"))
+        norms = per_norm * (normed * self.has_norm_weights(model) + outputs * (projector.kind == "gated"))
         newline = outputs * (projector.anyres_max_tiles is not None)
         merging = self.convolution(model) + inputs * (projector.merge == "convolution" and projector.merge_bias)
         biases = sum(rows for rows, _ in self.layers(model, tp).values()) * projector.bias
@@ -126,7 +130,7 @@ class Mlp(Connector):
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
         projector = model.projector
-        norms = ("norm",) * self.has_norm(model) + ("inner_norm",) * (self.name == "gated")
+        norms = ("norm",) * self.has_norm_weights(model) + ("inner_norm",) * (self.name == "gated")
         convolved = projector.merge == "convolution"
         names = [
             *(f"{layer}.weight" for layer in (*_LAYERS[self.name], *norms)),
@@ -134,6 +138,7 @@ class Mlp(Connector):
             *(f"{norm}.bias" for norm in norms if projector.normalization == "LayerNorm"),
             *("convolution.weight",) * convolved,
             *("convolution.bias",) * (convolved and projector.merge_bias),
+            *("std_scale", "std_bias") * (projector.merge == "standardized_average"),
             *("image_newline",) * (projector.anyres_max_tiles is not None),
         ]
         return ({name: name for name in names},)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megavlm.checkpoint.hf.hf_files import TensorInfo
-from megavlm.families.shared.table import RowPair, Rule, Shape, Stack, Transpose, TransposeEach, row_pairs
+from megavlm.families.shared.table import ChannelsLast, RowPair, Rule, Shape, Stack, Transpose, TransposeEach, row_pairs
 
 
 class RowReader(Protocol):
@@ -82,6 +82,8 @@ def _rows(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
         return values.T[pair.hf_rows].contiguous()
     if isinstance(rule, TransposeEach):
         return values.mT.contiguous()
+    if isinstance(rule, ChannelsLast):
+        return values.unflatten(1, (-1, rule.channels)).mT.flatten(1)
     values = values.reshape(-1, *real[1:])
     return values[pair.hf_rows] if rows == slice(None) else values
 
@@ -109,4 +111,6 @@ def pieces_of(rule: Rule, values: Tensor, start: int, shape: Shape) -> Iterator[
         return
     for pair in row_pairs(rule.hf_rows(shape), start, start + len(values)):
         rows = values[pair.rows]
+        if isinstance(rule, ChannelsLast):
+            rows = rows.unflatten(1, (rule.channels, -1)).mT.flatten(1)
         yield pair.hf_name, pair.hf_rows, rows.mT if isinstance(rule, (Transpose, TransposeEach)) else rows

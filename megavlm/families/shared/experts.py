@@ -6,7 +6,7 @@ from typing import Literal
 
 from megavlm.config.schema import ExpertsConfig
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import Concat, Rename, Stack, Table, TransposeEach, gated
+from megavlm.families.shared.table import Concat, Rename, Stack, Table, TransposeEach, gated, linear
 
 # How a file stores experts: one tensor for each matrix of each expert, or two tensors for all experts of a layer, as
 # [experts, outputs, inputs] (the order of the modules' weights) or transposed.
@@ -74,6 +74,34 @@ def glm_experts(text: Settings, *, layers: int) -> ExpertsConfig:
         router_group_topk=of_groups if groups > 1 else None,
         router_enable_expert_bias=True,
     )
+
+
+def gemma_experts(text: Settings) -> ExpertsConfig:
+    """Return the experts of a Gemma4TextConfig, whose MLP is a shared expert with norms of its own."""
+    if not text.get("enable_moe_block", False):
+        return ExpertsConfig()
+    return ExpertsConfig(
+        num_experts=text.need("num_experts"),
+        router_topk=text.need("top_k_experts"),
+        ffn_hidden_size=text.need("moe_intermediate_size"),
+        shared_ffn_hidden_size=text.get("intermediate_size", 9216),
+        own_norms=True,
+    )
+
+
+def gemma_experts_table(layer: str, hf_layer: str) -> Table:
+    """Return the table of a layer's experts with norms of their own, and of the MLP beside them."""
+    norms = {"input": "pre", "output": "post"}
+    table = gated(f"{layer}mlp.shared_experts", f"{hf_layer}mlp", bias=False)
+    for own, place in norms.items():
+        table |= linear(f"{layer}mlp.{own}_norm", f"{hf_layer}{place}_feedforward_layernorm_2", bias=False)
+    table |= linear(f"{layer}mlp.shared_input_norm", f"{hf_layer}pre_feedforward_layernorm", bias=False)
+    table |= linear(f"{layer}mlp.shared_output_norm", f"{hf_layer}post_feedforward_layernorm_1", bias=False)
+    names = {"router.weight": "router.proj.weight", "router.input_scale": "router.scale"}
+    names |= {"router.expert_scale": "router.per_expert_scale"}
+    names |= {"experts.experts.linear_fc1.weight": "experts.gate_up_proj"}
+    names |= {"experts.experts.linear_fc2.weight": "experts.down_proj"}
+    return table | {f"{layer}mlp.{own}": Rename(f"{hf_layer}{name}") for own, name in names.items()}
 
 
 def experts_table(experts: ExpertsConfig, layer: str, hf_layer: str, *, hidden_size: int, stored: ExpertFiles) -> Table:

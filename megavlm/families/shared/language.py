@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, MTP_INPUT, MTP_NORM, OUTPUT
-from megavlm.config.derived import is_latent, is_linear
+from megavlm.config.derived import is_latent, is_linear, of_layer
 from megavlm.config.schema import ExpertsConfig, LanguageConfig, ModelConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.experts import ExpertFiles, experts_table, glm_experts, qwen_experts
+from megavlm.families.shared.experts import ExpertFiles, experts_table, gemma_experts_table, glm_experts, qwen_experts
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import QKV, Grouped, Rename, Share, Table, gated, linear
+from megavlm.families.shared.table import QKV, Grouped, Rename, Share, Table, gated, linear, module
 
 # Defaults of the configuration classes: config.json omits settings that equal them.
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
@@ -224,8 +224,9 @@ def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
         whole |= {"linear_kv_up_proj": "kv_b_proj", "linear_proj": "o_proj"}
         return {f"{held}{own}.weight": Rename(f"{stored}{name}.weight") for own, name in whole.items()}
     groups, width = language.num_query_groups, language.kv_channels
+    parts = "qk" if language.keys_as_values else "qkv"
     table: Table = {
-        f"{held}linear_qkv.{leaf}": QKV(f"{stored}{{}}_proj.{leaf}", groups=groups, head_width=width)
+        f"{held}linear_qkv.{leaf}": QKV(f"{stored}{{}}_proj.{leaf}", groups, width, parts)
         for leaf in (("weight", "bias") if language.add_qkv_bias else ("weight",))
     }
     if language.qk_norm:
@@ -262,11 +263,12 @@ def linear_attention_table(language: LanguageConfig, held: str, stored: str) -> 
 
 def layer_table(model: ModelConfig, number: int, hf_layer: str, *, stored: ExpertFiles) -> Table:
     """Return the table of language layer `number`; its file names begin with `hf_layer`."""
-    language, experts, layer = model.language, model.experts, f"{LANGUAGE_LAYER}{number}."
-    table: Table = {}
+    language, experts, layer = of_layer(model.language, number), model.experts, f"{LANGUAGE_LAYER}{number}."
+    table: Table = module(layer[:-1], hf_layer[:-1], "layer_scalar") if language.layer_scalar else {}
     if language.input_norms:
         table |= linear(f"{layer}input_layernorm", f"{hf_layer}input_layernorm", bias=False)
-    if language.input_norms and not language.parallel_block:
+    routed = bool(experts.num_experts) and number not in experts.dense_layers
+    if language.input_norms and not language.parallel_block and not (routed and experts.own_norms):
         before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
         table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}{before_mlp}", bias=False)
     if is_linear(language, number):
@@ -276,7 +278,9 @@ def layer_table(model: ModelConfig, number: int, hf_layer: str, *, stored: Exper
     if language.post_norms:
         table |= linear(f"{layer}self_attn_bda.norm", f"{hf_layer}post_attention_layernorm", bias=False)
         table |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_feedforward_layernorm", bias=False)
-    if experts.num_experts and number not in experts.dense_layers:
+    if routed and experts.own_norms:
+        return table | gemma_experts_table(layer, hf_layer)
+    if routed:
         width = language.hidden_size
         return table | experts_table(experts, layer, hf_layer, hidden_size=width, stored=stored)
     return table | gated(f"{layer}mlp", f"{hf_layer}mlp", bias=False)

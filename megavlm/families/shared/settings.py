@@ -41,22 +41,29 @@ _SETTINGS: dict[str, Expected] = {
         "shared_expert_intermediate_size alignment_intermediate_size kv_lora_rank q_lora_rank projection_hidden_size "
         "mm_hidden_size",
     ),
-    **_each(_HEADS, "num_attention_heads num_key_value_heads num_heads linear_num_key_heads linear_num_value_heads"),
+    **_each(
+        _HEADS,
+        "num_attention_heads num_key_value_heads num_heads linear_num_key_heads linear_num_value_heads "
+        "num_global_key_value_heads",
+    ),
     **_each(
         whole(1, 2**14),
-        "head_dim linear_key_head_dim linear_value_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim",
+        "head_dim linear_key_head_dim linear_value_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "global_head_dim",
     ),
-    **_each(whole(1, 2**24), "vocab_size num_position_embeddings"),
+    **_each(whole(1, 2**24), "vocab_size num_position_embeddings position_embedding_size"),
     **_each(whole(1, 2**31 - 1), "max_position_embeddings sliding_window"),
     **_each(
         FLAG,
         "use_sliding_window tie_word_embeddings multimodal_projector_bias use_absolute_position_embeddings "
-        "use_mean_pooling use_qk_norm attention_bias mlp_bias use_bidirectional_attention norm_topk_prob "
-        "attn_output_gate use_bias rope_interleave",
+        "use_mean_pooling use_qk_norm attention_bias mlp_bias norm_topk_prob "
+        "attn_output_gate use_bias rope_interleave attention_k_eq_v enable_moe_block use_clipped_linears standardize",
     ),
+    "use_bidirectional_attention": FLAG | TEXT,
+    **_each(whole(0, 2**14), "hidden_size_per_layer_input num_kv_shared_layers"),
     **_each(_EPSILON, "rms_norm_eps layer_norm_eps adapter_layer_norm_eps projection_layer_norm_eps projector_ln_eps"),
     **_each(number(1e-3, 1e15), "rope_theta rope_local_base_freq"),
-    **_each(OBJECT, "rope_scaling rope_parameters"),
+    **_each(OBJECT, "rope_scaling rope_parameters per_layer_config audio_config"),
     **_each(
         _TOKEN,
         "image_token_id image_token_index video_token_id video_token_index image_start_id image_end_id slice_start_id "
@@ -70,7 +77,7 @@ _SETTINGS: dict[str, Expected] = {
     **_each(
         whole(1, 64),
         "num_channels in_channels spatial_merge_size scale_factor in_chans n_shared_experts linear_conv_kernel_dim "
-        "downsample_factor",
+        "downsample_factor pooling_kernel_size",
     ),
     **_each(_SIDE, "window_size pos_emb_height pos_emb_width"),
     **_each(listed(_LAYER, 0, 2_000), "fullatt_block_indexes deepstack_visual_indexes mlp_only_layers"),
@@ -86,7 +93,7 @@ _SETTINGS: dict[str, Expected] = {
     "mm_tokens_per_image": whole(1, 2**16),
     **_each(number(1e-3, 1e3), "mlp_ratio routed_scaling_factor"),
     **_each(_EXPERTS, "num_experts num_local_experts n_routed_experts"),
-    **_each(whole(1, 2**10), "num_experts_per_tok n_group topk_group"),
+    **_each(whole(1, 2**10), "num_experts_per_tok top_k_experts n_group topk_group"),
     "first_k_dense_replace": whole(0, 2_000),
 }
 # Settings in `rope_scaling` and `rope_parameters`, and in their sections.

@@ -104,6 +104,16 @@ class TransposeEach(_OneTensor):
 
 
 @dataclass(frozen=True)
+class ChannelsLast(_OneTensor):
+    """Rule for a patch embedding whose columns the file stores by pixel, then by channel; here it is the reverse."""
+
+    channels: int
+
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {self.hf_name: shape}
+
+
+@dataclass(frozen=True)
 class Stack:
     """Rule for a tensor whose first dimension is experts, which the file stores separately: one rule per expert."""
 
@@ -138,27 +148,29 @@ class Concat:
 class QKV:
     """Rule that fuses query, key and value tensors: queries, key and value of each of `groups` key/value heads.
 
-    With N query heads of width D in G groups: G · (N/G·D + D + D) rows. `order` says for each row of a query's or key's
-    head which row of the head it is in the file; empty: the same.
+    With N query heads of width D in G groups: G · (N/G·D + D + D) rows; `parts` "qk" has no values. `order` says for each
+    row of a query's or key's head which row of the head it is in the file; empty: the same.
     """
 
     hf_pattern: str  # names with {} for q, k and v
     groups: int
     head_width: int
+    parts: str = "qkv"
     order: tuple[int, ...] = ()
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        return tuple(self.hf_pattern.format(part) for part in "qkv")
+        return tuple(self.hf_pattern.format(part) for part in self.parts)
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
         width = self.head_width
-        query, key, value = self.hf_names
-        queries = shape[0] // self.groups - 2 * width  # rows of one group's query heads
+        query, *others = self.hf_names
+        queries = shape[0] // self.groups - len(others) * width  # rows of one group's query heads
         rows = []
         for group in range(self.groups):
-            rows += [*self._of_heads(query, group * queries, queries), *self._of_heads(key, group * width, width)]
-            rows.append(HFRows(value, group * width, width))
+            rows += self._of_heads(query, group * queries, queries)
+            rows += self._of_heads(others[0], group * width, width)
+            rows += [HFRows(name, group * width, width) for name in others[1:]]
         return rows
 
     def _of_heads(self, name: str, start: int, count: int) -> list[HFRows]:

@@ -1,0 +1,134 @@
+"""Options of the shapes of the vision encoder. Part of the schema (`schema.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Needs, Valid, option
+
+LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs visit each layer
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL."""
+
+    num_layers: int = option(4, "Number of transformer layers of the vision encoder.", valid=LAYERS)
+    hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
+    ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
+    num_attention_heads: int = option(
+        8, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
+    )
+    num_query_groups: int | None = option(
+        None,
+        "Number of key/value heads of the vision encoder (grouped-query attention); default: the number of heads.",
+        valid=AT_LEAST_1,
+    )
+    image_size: int = option(
+        32, "Side in pixels of the images that the table of learned positions is for.", valid=AT_LEAST_1
+    )
+    patch_size: int = option(8, "Side of a patch in pixels.", valid=AT_LEAST_1)
+    in_channels: int = option(
+        3,
+        "Number of channels of an image; with given weights, as many as theirs or more (see new_channels).",
+        valid=AT_LEAST_1,
+    )
+    new_channels: Literal["zeros", "repeat"] = option(
+        "zeros",
+        "Weights of the channels that in_channels adds to given ones: zeros, so that training starts from "
+        "the given model's outputs, or repeat: the given channels' weights in turn, scaled to keep the sum.",
+        needs=Needs(
+            lambda config: bool(config.checkpoint.init_from or config.checkpoint.vision_from),
+            "without given weights of a vision encoder",
+            "name them with --init-from or --vision-from",
+        ),
+    )
+    temporal_patch_size: int = option(
+        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2).", valid=AT_LEAST_1
+    )
+    class_token: bool = option(False, "Prepend a learned class token to each image; the projector does not receive it.")
+    position_embedding: Literal["learned", "rope2d", "learned_rope2d", "axes_rope2d"] = option(
+        "learned",
+        "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL); axes_rope2d: the sum "
+        "of a learned column and a learned row, and half of a head's channels rotate with each (Gemma 4).",
+    )
+    axis_positions: int = option(
+        10240,
+        "Numbers of learned columns, and of learned rows.",
+        valid=AT_LEAST_1,
+        needs=Needs(
+            lambda config: config.model.vision.position_embedding == "axes_rope2d",
+            "without learned columns and rows",
+            "add --set model.vision.position_embedding=axes_rope2d",
+        ),
+    )
+    position_interpolation: Literal["bicubic", "bilinear", "bilinear_unaligned", "bucket", "fraction"] = option(
+        "bicubic",
+        "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned corners "
+        "(Qwen3-VL) or without (PaddleOCR-VL), or bucket, which takes the table entry that contains the patch "
+        "(SmolVLM); fraction does too, and rounds where a patch begins once less (MiniCPM-V).",
+    )
+    rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.", valid=POSITIVE)
+    rotary_interleaved: bool = option(
+        False, "2-D rotary embedding: rows use even, columns odd frequencies (Pixtral); off: both use even ones."
+    )
+    rotary_neighbours: bool = option(
+        False, "2-D rotary embedding: rotate neighbouring channels, by column and row in turn (MoonViT); off: halves."
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.", valid=POSITIVE)
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu", "geglu"] = option(
+        "gelu", "Activation function of the vision MLP."
+    )
+    softmax_scale: float | None = option(
+        None,
+        "Factor of the vision encoder's attention scores before the softmax; default: 1 / √(width of a head).",
+        valid=POSITIVE,
+    )
+    add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
+    add_qkv_bias: bool = option(True, "Add biases to the query, key and value projections.")
+    qk_norm: Literal["none", "head", "head_and_values", "full"] = option(
+        "none",
+        "RMS normalization of queries and keys: none, per head (with values too, which have no weights: Gemma 4), or "
+        "full (over all heads at once, InternViT-6B).",
+    )
+    post_norms: bool = option(
+        False, "Apply a norm to the output of the vision encoder's attention and MLP too (Gemma 4)."
+    )
+    layer_scale: bool = option(
+        False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
+    )
+    patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
+    pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
+    norm_before_position: bool = option(
+        False, "Apply the norm of model.vision.pre_norm before learned positions are added (GLM-4.1V); off: after."
+    )
+    post_norm: bool = option(
+        True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
+    )
+    feature_layer: int = option(
+        -1, "Layer whose output the projector receives, from the end: -1 is the last layer, -2 the one before it."
+    )
+    window_size: int | None = option(
+        None,
+        "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image.",
+        valid=AT_LEAST_1,
+    )
+    full_attention_layers: tuple[int, ...] = option(
+        (),
+        "Indices (from 0) of layers that attend to the whole image despite window_size; default: no layer.",
+        valid=AT_LEAST_0,
+    )
+    deepstack_layers: tuple[int, ...] = option(
+        (),
+        "Indices (from 0) of vision layers whose projected features are added after the first language layers "
+        "(Qwen3-VL's DeepStack); default: no layer.",
+        valid=AT_LEAST_0,
+    )
+    merger_layer: int | None = option(
+        None,
+        "Index (from 0) of the vision layer after which each 2×2 neighbouring patches become one, by attention among "
+        "them and an MLP (MiniCPM-V 4.6); default: no layer.",
+        valid=AT_LEAST_0,
+    )
