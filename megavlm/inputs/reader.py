@@ -45,6 +45,8 @@ OPTIONS: dict[str, Expected] = {
     "patch_size": _SIZE,
     "max_image_size": _SIZE,
     "merge_size": whole(1, 64),
+    "pooling_kernel_size": whole(1, 64),
+    "max_soft_tokens": whole(1, 2**14),
     "temporal_patch_size": whole(1, 64),
     "fps": _FPS,
     "num_frames": _FRAMES,

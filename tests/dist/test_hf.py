@@ -22,7 +22,7 @@ from tests.support.tiny_models import FAMILIES, MIXTURES
 # and those whose features take ways of their own with a colocated encoder.
 UNLIKE = (
     *("llava", "smolvlm", "mistral3", "qwen2.5-vl-videos", "qwen3-vl", "qwen3.5", "exaone4.5", "minicpmv-4.7"),
-    "glm4v",
+    *("glm4v", "gemma4"),
 )
 COLOCATED = ("qwen3-vl", "llava-onevision", "qwen2.5-vl-videos")
 FAST = {
@@ -30,6 +30,7 @@ FAST = {
     *((family, "colocated") for family in COLOCATED),
     ("qwen3-vl-moe", "tp2-ep2"),
     ("glm4v-moe", "pp2-ep2"),
+    ("gemma4-moe", "tp2-ep2"),
 }
 
 

@@ -261,6 +261,7 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
         "mistral_v7": "mistral",
         "llama3": "llama3",
         "gemma": "gemma",
+        "gemma4": "gemma4",
         "deepseek_vl": "deepseek",
         "paddleocr_vl": "ernie",
         "kimi": "kimi",
@@ -277,9 +278,9 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
     assert [text.strip() for text in answers] == ["A cat." + chat.end_of_turn.strip(), "No." + chat.end_of_turn.strip()]
     assert (encoded.tokens == tokenizer.image).sum() == 5
     text = tokenizer.decode(encoded.tokens)
-    theirs = {"vicuna": TEMPLATES["vicuna"], "smolvlm": TEMPLATES["smolvlm"], "gemma": TEMPLATES["gemma3"]}.get(name)
+    theirs = {"vicuna": "vicuna", "smolvlm": "smolvlm", "gemma": "gemma3", "gemma4": "gemma4"}.get(name)
     if theirs is not None:
-        tokenizer.chat_template = theirs
+        tokenizer.chat_template = TEMPLATES[theirs]
         assert text == tokenizer.decode(ChatFormat.of(tokenizer).encode(conversation, [IMAGE]).tokens)
 
 

@@ -40,7 +40,7 @@ from megavlm.programs import convert
 from tests.support import hf, tokenizers
 from tests.support.covering import slow
 from tests.support.hostile import assert_answered
-from tests.support.tiny_models import GLM_ROPE, PIXTRAL, YARN, config_of, tiny
+from tests.support.tiny_models import GEMMA4, GEMMA4_TOWER, GLM_ROPE, PIXTRAL, YARN, config_of, tiny
 
 
 def read(model_type: str, **values: Any) -> ModelConfig:
@@ -63,6 +63,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"text_config": {"hidden_activation": "silu"}}, "hidden_activation"),
     ("gemma3", {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}}, "rope_parameters"),
     ("gemma3", {"mm_tokens_per_image": 9}, "mm_tokens_per_image"),
+    ("gemma4", {"vision_config": {}, "audio_config": {}}, "audio_config = {} is not supported: Gemma 4 E2B and E4B"),
+    ("gemma4", {}, "vision_config = None is not supported: a model without images"),
+    *(
+        ("gemma4", {"vision_config": GEMMA4_TOWER | tower, "text_config": GEMMA4 | text}, named)
+        for tower, text, named in (
+            (
+                {},
+                {"hidden_size_per_layer_input": 256},
+                "hidden_size_per_layer_input = 256 is not supported: embeddings",
+            ),
+            ({}, {"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2 is not supported: layers without keys"),
+            ({}, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
+            ({}, {"per_layer_config": {"0": {"head_dim": 8}}}, "heads are known that are alike in all layers of"),
+            ({"use_clipped_linears": True}, {}, "use_clipped_linears = True is not supported: clipped layers"),
+            ({"num_key_value_heads": 1}, {}, "num_key_value_heads = 1 is not supported"),
+        )
+    ),
     ("exaone4_5", {"text_config": {"sliding_window": None}}, "sliding_window = None is not supported"),
     ("exaone4_5", {"text_config": {"layer_types": ["full_attention"]}}, "layers are known with full_attention and"),
     ("aya_vision", {"text_config": {"model_type": "llama"}}, "known language models are cohere and cohere2"),

@@ -6,6 +6,7 @@ All bytes are equal before normalisation; what `fast` resizing changes is measur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -189,6 +190,9 @@ def their_patches(case: Case, pixels: Any, index: int, grids: list[tuple[int, in
         blocks = of_image.view(rows // 2, columns // 2, 2, 2, 3, 2, patch * patch)  # merge blocks, then two frames
         assert torch.equal(blocks[..., 0, :], blocks[..., 1, :])
         return [blocks[..., 0, :].permute(0, 2, 1, 3, 4, 5).reshape(rows * columns, 3 * patch * patch)]
+    if "image_position_ids" in pixels:  # pixels from 0 to 1, their channels last
+        of_image = 2 * torch.from_numpy(pixels["pixel_values"])[index][: math.prod(grids[0])] - 1
+        return [of_image.unflatten(1, (-1, 3)).mT.flatten(1)]
     if "target_sizes" in pixels:
         lengths = torch.as_tensor(np.array(pixels["target_sizes"])).prod(1).tolist()
         side_by_side = torch.as_tensor(np.array(pixels["pixel_values"]))[0].unflatten(2, (-1, patch))

@@ -21,6 +21,7 @@ from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -294,6 +295,18 @@ CASES = {
             "full_image_sequence": f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n",
         },
         model_of(7, merge=4),
+    ),
+    "gemma4": Whole(
+        transformers.Gemma4Processor,
+        Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70),
+        TEMPLATES["gemma4"],
+        "gemma4",
+        {
+            **{"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>"},
+            **{"audio_token": "<|audio|>", "eoa_token": "<audio|>", "video_processor": None, "feature_extractor": None},
+        },
+        model_of(4, merge=3),
+        marks={"image_token": "<|image|>"},
     ),
     "glm4v": Whole(
         transformers.Glm4vProcessor,

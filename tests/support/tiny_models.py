@@ -51,6 +51,17 @@ GEMMA2 = {
     **{**GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5},
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
+# Full attention has wider heads, of which three pairs of eight rotate, and one key head; its keys are values.
+GEMMA4 = {
+    **{**TEXT, "num_hidden_layers": 3, "head_dim": 10, "global_head_dim": 16, "num_global_key_value_heads": 1},
+    **{"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    **{"attention_k_eq_v": True, "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0},
+    **{"final_logit_softcapping": 1.5, "rms_norm_eps": 1e-4},
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.375},
+    },
+}
 QWEN_VL = {
     **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 512},
@@ -150,6 +161,11 @@ MOON_TOWER = {
     **{"hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 3, "patch_size": 4},
     **{"pos_emb_height": 6, "pos_emb_width": 6, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}},
 }
+GEMMA4_TOWER = {
+    **{"hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 16},
+    **{"num_key_value_heads": 3, "patch_size": 4, "position_embedding_size": 12, "standardize": True},
+    "rms_norm_eps": 1e-3,
+}
 GLM_OCR_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "rms_norm_eps": 1e-3}
 # Positions of six by six patches; the merger follows the second of four layers.
 MINICPM_TOWER = {**TOWER, "image_size": 24, "patch_size": 4, "num_hidden_layers": 4, "layer_norm_eps": 1e-4}
@@ -216,6 +232,7 @@ MODELS: dict[str, dict[str, Any]] = {
         boi_token_index=58,
         eoi_token_index=59,
     ),
+    "gemma4": _of("gemma4", GEMMA4_TOWER, GEMMA4, audio_config=None, image_token_id=60),
     "paligemma": _of(
         "paligemma", {**SIGLIP, "vision_use_head": False}, GEMMA2, image_token_index=60, projection_dim=32
     ),
@@ -300,6 +317,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "internvl-moe": _of(
         "internvl", {**INTERN, "attention_bias": True}, QWEN3_MOE, image_token_id=60, tie_word_embeddings=False
     ),
+    "gemma4-moe": _of(
+        "gemma4",
+        GEMMA4_TOWER,
+        {
+            **{**GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+            "use_bidirectional_attention": None,
+        },
+        **{"audio_config": None, "image_token_id": 60},
+    ),
     "glm4v-moe": _of("glm4v_moe", GLM_TOWER, {**GLM, **GLM_EXPERTS}, tie_word_embeddings=False, **MARKS),
     "kimi-moe": _of(
         "kimi_k25",
@@ -342,9 +368,14 @@ def tiny(name: str, **options: Any) -> Any:
         for number, layer in enumerate(model.model.language_model.layers[1:]):
             bias = layer.mlp.gate.e_score_correction_bias
             bias.copy_(torch.linspace(-0.2, 0.2, 8).roll(3 * number))
-    for module in model.modules():  # by default a state is forgotten within a token
+    for number, module in enumerate(model.modules()):  # by default a state is forgotten within a token
         if hasattr(module, "A_log"):
             module.A_log.data.copy_(torch.linspace(-5, 0, 6))
+        if hasattr(module, "layer_scalar"):
+            module.layer_scalar.fill_(0.6 + number % 7 / 10)
+        if hasattr(module, "std_scale"):
+            module.std_scale.copy_(torch.linspace(0.5, 1.5, 48))
+            module.std_bias.copy_(torch.linspace(-2, 2, 48))
     return scaled(model)
 
 
@@ -378,6 +409,8 @@ IMAGES: dict[str, Any] = {
     ),
     # Of 5 × 3 patches of 4 pixels there are 2 × 1 features.
     "lighton": ([[(16, 16), (20, 12)], []], [[], []], [[(12, 20)], [(16, 8)]]),
+    # A feature covers 12 × 12 pixels.
+    "gemma4": ([[(24, 36), (36, 12)], []], [[], []], [[(12, 12)], [(24, 24)]]),
     # A feature covers 16 × 16 pixels. Three pairs are a small copy, rows and columns of slices, and a slice.
     "minicpmv": (
         *([[((16, 32), (2, 3), (32, 16)), (48, 16)], [(32, 32)]], [[], [((16, 16), (1, 2), (16, 32))]], [[], []]),

@@ -23,6 +23,7 @@ SPECIALS = {
     "<image> <IMG_CONTEXT> <img> </img> <think> </think> <|video_pad|> <video>",
     "llama3": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <image>",
     "gemma": "<bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token> <image>",
+    "gemma4": "<bos> <|turn> <turn|> <|image> <|image|> <image|> <image>",
     "mistral": "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [IMG] [IMG_BREAK] [IMG_END] <image>",
     "glm": "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|begin_of_image|> <|image|> "
     "<|end_of_image|> <|begin_of_video|> <|video|> <|end_of_video|> <image>",
@@ -43,6 +44,7 @@ MARKS = {
     "qwen": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "gemma": {"bos_token": "<bos>", "eos_token": "<end_of_turn>"},
+    "gemma4": {"bos_token": "<bos>", "eos_token": "<turn|>"},
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
     "glm": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
     "exaone": {"eos_token": "<|endofturn|>", "pad_token": "[PAD]"},
@@ -62,7 +64,7 @@ def tokenizers_in(root: Path) -> dict[str, Path]:
     for name, marks in MARKS.items():
         more: dict[str, Any] = {"extra_special_tokens": GEMMA_IMAGES} if name == "gemma" else {}
         made = llama() if name == "llama" else byte_level(SPECIALS[name].split())
-        if name in ("llama3", "gemma", "mistral", "deepseek", "cohere"):
+        if name in ("llama3", "gemma", "gemma4", "mistral", "deepseek", "cohere"):
             made = with_begin(made, marks["bos_token"])
         PreTrainedTokenizerFast(tokenizer_object=made, **marks, **more).save_pretrained(root / name)
     return {name: root / name for name in MARKS}

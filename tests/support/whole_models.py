@@ -27,6 +27,7 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cohere2-vision": ("cohere2-vision", {"image_size": 28, "patch_size": 7}, {}),
     "lighton": ("lighton-ocr", {"image_size": 28, "patch_size": 7}, {"tie_word_embeddings": False}),
     "gemma3": ("gemma3", {"image_size": 56, "patch_size": 7}, {}),
+    "gemma4": ("gemma4", {"position_embedding_size": 210}, {}),
     "mistral3": ("mistral3", {"image_size": 28, "patch_size": 7}, {}),
     "deepseek-vl": ("deepseek-vl", {"image_size": 28, "patch_size": 14}, {}),
     "smolvlm": ("smolvlm", {"image_size": 32, "patch_size": 8}, {}),
