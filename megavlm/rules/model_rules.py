@@ -66,8 +66,9 @@ def vision_tower(config: Config) -> Iterator[str]:
         )
     if vision.window_size is not None and vision.class_token:
         yield "model.vision.window_size and model.vision.class_token cannot be combined: a class token is in no window"
-    if vision.position_embedding == "axes_rope2d" and vision.class_token:
-        yield "model.vision.position_embedding axes_rope2d gives class tokens no position: leave class_token out"
+    for name in ("class_token", "rotary_interleaved", "rotary_neighbours"):
+        if vision.position_embedding == "axes_rope2d" and getattr(vision, name):
+            yield f"model.vision.position_embedding axes_rope2d and {name} cannot be combined: leave {name} out"
     if vision.layer_scale and vision.post_norms:
         yield "model.vision.layer_scale and model.vision.post_norms cannot be combined: leave one of them out"
     option = f"model.vision.deepstack_layers {_listed(vision.deepstack_layers)}"
@@ -95,6 +96,7 @@ def vision_tower(config: Config) -> Iterator[str]:
         ("vision.num_query_groups", groups != heads),
         ("vision.qk_norm", vision.qk_norm != "none"),
         ("vision.layer_scale", vision.layer_scale),
+        ("vision.post_norms", vision.post_norms),
         ("projector.anyres_max_tiles", config.model.projector.anyres_max_tiles is not None),
     ):
         if given:

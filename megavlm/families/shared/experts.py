@@ -6,7 +6,7 @@ from typing import Literal
 
 from megavlm.config.schema import ExpertsConfig
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import Concat, Rename, Stack, Table, TransposeEach, gated, linear
+from megavlm.families.shared.table import Concat, Rename, Stack, Table, TransposeEach, gated
 
 # How a file stores experts: one tensor for each matrix of each expert, or two tensors for all experts of a layer, as
 # [experts, outputs, inputs] (the order of the modules' weights) or transposed.
@@ -91,16 +91,18 @@ def gemma_experts(text: Settings) -> ExpertsConfig:
 
 def gemma_experts_table(layer: str, hf_layer: str) -> Table:
     """Return the table of a layer's experts with norms of their own, and of the MLP beside them."""
-    norms = {"input": "pre", "output": "post"}
+    names = {
+        "input_norm.weight": "pre_feedforward_layernorm_2.weight",
+        "output_norm.weight": "post_feedforward_layernorm_2.weight",
+        "shared_input_norm.weight": "pre_feedforward_layernorm.weight",
+        "shared_output_norm.weight": "post_feedforward_layernorm_1.weight",
+        "router.weight": "router.proj.weight",
+        "router.input_scale": "router.scale",
+        "router.expert_scale": "router.per_expert_scale",
+        "experts.experts.linear_fc1.weight": "experts.gate_up_proj",
+        "experts.experts.linear_fc2.weight": "experts.down_proj",
+    }
     table = gated(f"{layer}mlp.shared_experts", f"{hf_layer}mlp", bias=False)
-    for own, place in norms.items():
-        table |= linear(f"{layer}mlp.{own}_norm", f"{hf_layer}{place}_feedforward_layernorm_2", bias=False)
-    table |= linear(f"{layer}mlp.shared_input_norm", f"{hf_layer}pre_feedforward_layernorm", bias=False)
-    table |= linear(f"{layer}mlp.shared_output_norm", f"{hf_layer}post_feedforward_layernorm_1", bias=False)
-    names = {"router.weight": "router.proj.weight", "router.input_scale": "router.scale"}
-    names |= {"router.expert_scale": "router.per_expert_scale"}
-    names |= {"experts.experts.linear_fc1.weight": "experts.gate_up_proj"}
-    names |= {"experts.experts.linear_fc2.weight": "experts.down_proj"}
     return table | {f"{layer}mlp.{own}": Rename(f"{hf_layer}{name}") for own, name in names.items()}
 
 
