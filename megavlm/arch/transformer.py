@@ -81,7 +81,8 @@ class TransformerKind(LayerKind):
         usual = Communication((size * self.gathered(scenario.model), size), (size, size))
         if split.copies == 1:
             return usual
-        arriving = self.sizes(scenario).tokens * split.received * 2 * split.part_width * scenario.bytes_each
+        parts = split.rows(*split.fused[1:])
+        arriving = self.sizes(scenario).tokens * split.received * parts * scenario.bytes_each
         return replace(usual, exchanges=(arriving * split.tp / (split.tp - 1),))
 
 

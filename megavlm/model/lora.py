@@ -171,7 +171,8 @@ def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated:
         _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
     else:
         split = attention.split
-        rows = {"q_proj": split.rows(split.fused[0]), "k_proj": split.part_width, "v_proj": split.part_width}
+        names = ("q_proj", "k_proj", "v_proj")
+        rows = {name: split.rows(block) for name, block in zip(names, split.fused, strict=False)}  # keys may be values
         _adapt_columns(attention.linear_qkv, name, lora, blocks=rows, repeats=split.slots)
         _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
     mlp: Any = layer.mlp

@@ -65,7 +65,8 @@ class Adapters:
             ]
             (hf_name,) = rule.hf_names
             return {hf_name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
-        order = {3: QKV_LINEARS, 2: MLP_LINEARS}.get(len(rule.hf_names), tuple(self.pairs))
+        count = len(rule.hf_names)
+        order = QKV_LINEARS[:count] if isinstance(rule, QKV) else MLP_LINEARS if count == 2 else tuple(self.pairs)
         found = {name: self.pairs[part] for part, name in zip(order, rule.hf_names, strict=True) if part in self.pairs}
         if not isinstance(rule, QKV) or not rule.order:
             return found
