@@ -92,7 +92,10 @@ class FullyShardedChunk(_BaseDataParallel):
         self.ddp_config = DistributedDataParallelConfig()  # megatron-core reads from it whether this is its own FSDP
         self.dtype = DTYPES[config.precision.dtype]
         self.groups = groups
-        self.layouts = _layouts(chunk, groups)
+        entries = chunk.sharded_state_dict()
+        self.layouts = _layouts(chunk, entries, groups)
+        given = {id(buffer) for buffer in chunk.buffers()}
+        self._given = {name: entry for name, entry in entries.items() if id(entry.data) in given}  # whole on each rank
         self.device = device
         self.reduced_in = torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else torch.float32
         self.rows_on_host = "parameters" in offloaded(config)
@@ -141,9 +144,10 @@ class FullyShardedChunk(_BaseDataParallel):
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
     def shards(self) -> Iterator[ShardedTensor]:
-        """Yield this rank's rows as parts of global tensors; their data are views, through which rows are set."""
+        """Yield this rank's rows, and buffers, as parts of global tensors; their data are views, to be set through."""
         for name, param in self.module.named_parameters():
             yield from self.layouts[name].parts(local_part(param))
+        yield from self._given.values()
 
     @torch.no_grad()
     def round_weights(self) -> None:
@@ -183,23 +187,26 @@ class FullyShardedChunk(_BaseDataParallel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return this rank's rows as parts of global tensors, in the model's type, like unsharded parameters."""
+        """Return this rank's rows and buffers as parts of global tensors, in the model's type, as without sharding."""
         self.reshard()
-        return {
+        rows = {
             f"{prefix}{name}/{index}": part
             for name, param in self.module.named_parameters()
             for index, part in enumerate(self.layouts[name].parts(local_part(param).to(self.dtype)))
         }
+        return rows | {f"{prefix}{name}": entry for name, entry in self._given.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load frozen parameters. Rows of trained parameters are fp32 master weights, loaded with the optimizer."""
+        """Load frozen parameters and buffers. Trained rows are fp32 master weights, loaded with the optimizer."""
         self.reshard()
         frozen = ((name, param) for name, param in self.module.named_parameters() if name not in self.trained)
         for name, param in frozen:
             for index, part in enumerate(self.layouts[name].parts(local_part(param))):
                 assert part.data is not None
                 part.data.copy_(state_dict[f"{name}/{index}"])
+        for name, entry in self._given.items():
+            entry.data.copy_(state_dict[name])
 
 
 class ShardedOptimizer(FP32Optimizer):
@@ -231,9 +238,9 @@ class ShardedOptimizer(FP32Optimizer):
         return [local_part(gradient) for gradient in super().get_main_grads_for_grad_norm()]
 
 
-def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, ShardLayout]:
+def _layouts(chunk: VLMChunk, state: Mapping[str, Any], groups: Groups) -> dict[str, ShardLayout]:
     """Return the layout of this rank's future shard of each parameter, by name; `chunk` is not sharded yet."""
-    entries = {id(entry.data): entry for entry in chunk.sharded_state_dict().values()}
+    entries = {id(entry.data): entry for entry in state.values()}
     replica = groups.replicas.rank() if groups.replicas is not None else 0
     rank, ranks = groups.shard.rank(), groups.shard.size()
     return {

@@ -148,8 +148,8 @@ class Concat:
 class QKV:
     """Rule that fuses query, key and value tensors: queries, key and value of each of `groups` key/value heads.
 
-    With N query heads of width D in G groups: G · (N/G·D + D + D) rows; `parts` "qk" has no values. `order` says for each
-    row of a query's or key's head which row of the head it is in the file; empty: the same.
+    With N query heads of width D in G groups: G · (N/G·D + D + D) rows; `parts` "qk" has no values. `order` says for
+    each row of a query's or key's head which row of the head it is in the file; empty: the same.
     """
 
     hf_pattern: str  # names with {} for q, k and v
