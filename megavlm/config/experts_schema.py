@@ -39,8 +39,8 @@ class ExpertsConfig:
     )
     own_norms: bool = of_experts(
         False,
-        "Give routed experts and the shared expert norms of their inputs and outputs each; the router normalizes its "
-        "input, with learned factors of channels, and of the weights of experts (Gemma 4).",
+        "Norms around routed experts and around the shared one; the router normalizes its input, and scales its "
+        "channels and the weights of experts (Gemma 4).",
     )
     dense_layers: tuple[int, ...] = of_experts(
         (),

@@ -87,7 +87,7 @@ class ProjectorConfig:
         "Apply the norm layer of model.projector.input_norm to single patches (Mistral 3); off: to merged features.",
     )
     normalization: Literal["LayerNorm", "RMSNorm", "UnitRMSNorm"] = option(
-        "LayerNorm", "Type of the projector's norm layers; UnitRMSNorm has no weights (Gemma 4)."
+        "LayerNorm", "Type of the projector's norm layers; UnitRMSNorm: no weights."
     )
     norm_epsilon: float = option(
         1e-5, "Epsilon of the norm layer before the projector's first linear layer.", valid=POSITIVE

@@ -38,19 +38,19 @@ class LanguageConfig:
     )
     global_kv_channels: int | None = option(
         None,
-        "Width of an attention head in layers without a sliding window (Gemma 4); default: that in all layers.",
+        "Head width without a window; default: equal.",
         valid=AT_LEAST_1,
         needs=GLOBAL_LAYERS,
     )
     global_query_groups: int | None = option(
         None,
-        "Number of key/value heads in layers without a sliding window (Gemma 4); default: that in all layers.",
+        "Key heads without a window; default: equal.",
         valid=AT_LEAST_1,
         needs=GLOBAL_LAYERS,
     )
     keys_as_values: bool = option(
         False,
-        "Layers without a sliding window take keys, before their norm and rotation, as values (Gemma 4).",
+        "In layers without a window, keys before norm and rotation are values (Gemma 4).",
         needs=(
             GLOBAL_LAYERS,
             Needs(
@@ -69,7 +69,7 @@ class LanguageConfig:
     rope_scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = option(
         "none",
         "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 and yarn only "
-        "low ones; proportional: of a head's frequencies, only the highest rotary_percent rotate (Gemma 4).",
+        "low ones; proportional: only a head's highest frequencies, rotary_percent of them, rotate (Gemma 4).",
     )
     rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.", valid=POSITIVE)
     rope_low_freq_factor: float = option(
@@ -128,10 +128,8 @@ class LanguageConfig:
     norm_epsilon: float = option(1e-6, "Epsilon of the language model's norm layers.", valid=POSITIVE)
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
-    value_norm: bool = option(False, "Apply RMSNorm without weights to values per head (Gemma 4).")
-    layer_scalar: bool = option(
-        False, "Multiply the output of each language layer by a given number that is not trained (Gemma 4)."
-    )
+    value_norm: bool = option(False, "RMSNorm of values, without weights.")
+    layer_scalar: bool = option(False, "Scale layers' outputs by a given number.")
     post_norms: bool = option(
         False,
         "Apply a norm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
@@ -245,7 +243,7 @@ class LanguageConfig:
     )
     bidirectional_windows: bool = option(
         False,
-        "Let tokens of an image attend to all tokens of the same image in layers with a sliding window (Gemma 4).",
+        "The same in layers with a sliding window alone (Gemma 4).",
         needs=GLOBAL_LAYERS,
     )
     bidirectional_prefix: bool = option(

@@ -50,12 +50,12 @@ class VisionConfig:
     class_token: bool = option(False, "Prepend a learned class token to each image; the projector does not receive it.")
     position_embedding: Literal["learned", "rope2d", "learned_rope2d", "axes_rope2d"] = option(
         "learned",
-        "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL); axes_rope2d: the sum "
-        "of a learned column and a learned row, and half of a head's channels rotate with each (Gemma 4).",
+        "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL); axes_rope2d: a "
+        "learned column plus a learned row, each of which rotates half of a head (Gemma 4).",
     )
     axis_positions: int = option(
         10240,
-        "Numbers of learned columns, and of learned rows.",
+        "Number of learned columns, and of rows.",
         valid=AT_LEAST_1,
         needs=Needs(
             lambda config: config.model.vision.position_embedding == "axes_rope2d",
@@ -83,19 +83,17 @@ class VisionConfig:
     )
     softmax_scale: float | None = option(
         None,
-        "Factor of the vision encoder's attention scores before the softmax; default: 1 / √(width of a head).",
+        "Factor of scores; default: 1 / √(head width).",
         valid=POSITIVE,
     )
     add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
     add_qkv_bias: bool = option(True, "Add biases to the query, key and value projections.")
     qk_norm: Literal["none", "head", "head_and_values", "full"] = option(
         "none",
-        "RMS normalization of queries and keys: none, per head (with values too, which have no weights: Gemma 4), or "
-        "full (over all heads at once, InternViT-6B).",
+        "RMS normalization of queries and keys: none, per head (also of values, without weights: Gemma 4), or full "
+        "(over all heads at once, InternViT-6B).",
     )
-    post_norms: bool = option(
-        False, "Apply a norm to the output of the vision encoder's attention and MLP too (Gemma 4)."
-    )
+    post_norms: bool = option(False, "Norms of outputs of attention and MLP.")
     layer_scale: bool = option(
         False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
     )
