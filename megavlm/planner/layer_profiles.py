@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from megavlm.arch.kinds import carried_bytes, hidden_bytes, kind_in, waiting_bytes
-from megavlm.arch.layers import VISION_LAYER, is_merged, kind_of, number_of
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, is_merged, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.schedules import Durations, PipelineShape
 from megavlm.arch.workload import attends_in_windows
+from megavlm.config.derived import attends_in_window
 from megavlm.planner.cost import recomputed, seconds_once, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
@@ -251,11 +252,12 @@ def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
 def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
     """Return a key that is equal for layers of equal cost: kind, windows, merging, FP8 and gradients."""
     name = scenario.names[index]
-    vision = scenario.model.vision
+    vision, language = scenario.model.vision, scenario.model.language
     return (
         kind_of(name),
         kind_in(scenario.model, name),
         kind_of(name) == VISION_LAYER and attends_in_windows(vision, number_of(name)),
+        kind_of(name) == LANGUAGE_LAYER and attends_in_window(language, number_of(name)),
         is_merged(name, vision),
         scenario.trains(name),
         scenario.gradient_reaches[index],

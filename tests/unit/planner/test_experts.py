@@ -326,6 +326,13 @@ def played(device: np.ndarray, host: np.ndarray) -> float:
     return ended
 
 
+@pytest.mark.parametrize("name", ["gemma3_27b", "qwen3_5_9b", "qwen2_5_vl_7b", "kimi_k2_5"])
+def test_layers_measured_by_kind_take_what_each_takes(name: str) -> None:
+    profiles = layer_profiles(case(name, "--seq-length 32768"), H100)
+    each = [layer_seconds(layer, profiles.scenario, H100).forward for layer in profiles.scenario.names]
+    assert list(np.diff(profiles.forward)) == pytest.approx(each)
+
+
 def test_a_single_stage_waits_for_its_host_once_a_step_and_stages_in_each_pass() -> None:
     """LLaVA's vision layers launch slower than they run; its language layers, which follow, take far longer."""
     profiles = layer_profiles(case("llava_1_5_7b"), H100)
