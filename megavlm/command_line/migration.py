@@ -139,8 +139,9 @@ def _translated(found: Sequence[tuple[Mapping[str, Any], Kind]], world: int | No
     given["processes"] = world or tables.processes(given) or tables.fewest_processes(given)
     found_keys: set[str] = set()
     for data, kind in found:
-        whole = kind.with_defaults(given)
-        lines = [line_of(kind, name, value, whole, default=True) for name, value in whole.items() if name not in given]
+        whole, spelled = kind.with_defaults(given), max("-_", key="".join(data).count)
+        left = {name.replace("-", spelled): value for name, value in whole.items() if name not in given}
+        lines = [line_of(kind, name, value, whole, default=True) for name, value in left.items()]
         lines += [line_of(kind, name, value, whole) for name, value in data.items()]
         found_keys |= _values(lines).keys()
         yield from lines

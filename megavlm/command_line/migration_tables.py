@@ -37,7 +37,7 @@ class Row:
         if self.refuse and value not in (False, 0, "none", ""):
             raise NoCounterpart(self.refuse)
         value = CONVERSIONS[self.by](value, given) if self.by else value
-        if self.words is not None:
+        if self.words is not None and not isinstance(value, Mapping):
             if self.otherwise and str(value).lower() not in self.words:
                 raise NoCounterpart(self.otherwise)
             value = self.words.get(str(value).lower())
@@ -236,6 +236,48 @@ def _offload_to_deepspeed(value: Any, given: Given) -> Values:
     return found
 
 
+def _schedule_to_deepspeed(value: Any, given: Given) -> Values:
+    """Return DeepSpeed's scheduler for our schedule; none for a constant rate without warm-up."""
+    end, peak = given["optimizer.lr_decay_iters"] or given["train.train_iters"], given["optimizer.lr"]
+    share = given["optimizer.lr_warmup_fraction"]
+    if peak is None or (end is None and (value != "constant" or share)):
+        raise NoCounterpart("write the rate and the number of steps into the file: --lr, --train-iters")
+    warmup = int(share * end) if share else given["optimizer.lr_warmup_iters"] or 0
+    found = {"warmup_num_steps": max(1, warmup), "warmup_type": "linear"}
+    match value:
+        case "constant" if not warmup:
+            return {}
+        case "constant":
+            kind, found = "WarmupLR", {**found, "warmup_max_lr": peak}
+        case "linear" if not given["optimizer.min_lr"]:
+            kind, found = "WarmupDecayLR", {**found, "warmup_max_lr": peak, "total_num_steps": end}
+        case "cosine":
+            ratio = given["optimizer.min_lr"] / peak
+            kind, found = "WarmupCosineLR", {**found, "total_num_steps": end, "cos_min_ratio": ratio}
+        case _:
+            raise NoCounterpart("its schedules are constant, linear to 0, and cosine: the training script makes this one")
+    return {"scheduler.type": kind} | {f"scheduler.params.{name}": each for name, each in found.items()}
+
+
+def _groups_to_fsdp(value: Any, given: Given) -> Values:
+    """Return Accelerate's sizes of shard groups and of their replicas, for the processes of our --world-size."""
+    split = "tensor_model context pipeline_model".split()
+    ranks = value * prod(given[f"parallel.{each}_parallel_size"] for each in split)
+    if not given["run.world_size"] or given["run.world_size"] % ranks:
+        raise NoCounterpart("the number of groups follows from the number of processes: --world-size")
+    sizes = {"dp_replicate_size": given["run.world_size"] // ranks, "dp_shard_size": value}
+    return {f"parallelism_config.parallelism_config_{name}": each for name, each in sizes.items()}
+
+
+def _strategy(value: Any, given: Given) -> Any:
+    """Return FSDP's strategy, or our values for one that shards among the processes of a machine."""
+    if str(value).lower() not in ("hybrid_shard", "4"):
+        return value
+    size = given["processes"] // _number(given, "num-machines nnodes num-nodes")
+    groups = {"parallel.hybrid_shard_size": size} if size < given["processes"] else {}
+    return {"parallel.data_parallel_sharding": "full", **groups}
+
+
 def _betas_of(rule: str, first: str) -> Callable[[Any, Given], Any]:
     """Return a conversion of our second beta of an update rule to the other trainer's list of both betas."""
     return lambda value, given: [given[first], value] if given["optimizer.kind"] == rule else None
@@ -256,6 +298,7 @@ CONVERSIONS: Mapping[str, Callable[[Any, Given], Any]] = {
     "files": _files,
     "first_word": lambda value, given: (value if isinstance(value, list) else str(value).split())[0],
     "frozen": _frozen,
+    "groups_to_fsdp": _groups_to_fsdp,
     "in_steps": _in_steps,
     "log_2_of_fp16": lambda value, given: round(log2(value)) if given["precision.dtype"] == "fp16" else None,
     "minutes": lambda value, given: value / 60,
@@ -269,11 +312,13 @@ CONVERSIONS: Mapping[str, Callable[[Any, Given], Any]] = {
     "offload_to_fsdp": lambda value, given: "parameters" in value,
     "power_of_2": lambda value, given: 2.0**value,
     "samples_at_a_time": lambda value, given: samples_at_a_time(given),
+    "schedule_to_deepspeed": _schedule_to_deepspeed,
     "sequence": lambda value, given: None if "decoder-seq-length" in given else value,
     "share_of_rate": lambda value, given: value * given.get("learning-rate", given.get("optimizer.params.lr")),
     "shards_of_replicas": lambda value, given: value if _number(given, "parallelism.dp-replicate-size") > 1 else None,
     "split": _split,
     "stage_of_name": _stage_of_name,
+    "strategy": _strategy,
     "targets": _targets,
     "twice_the_rank": lambda value, given: 2 * _number(given, "lora-rank"),
     "warmup": lambda value, given: {f"optimizer.lr_warmup_{'fraction' if 0 < value < 1 else 'iters'}": value},

@@ -147,14 +147,30 @@ THERE_AND_BACK = {
         "ds_config.json",
         "parallel: {data_parallel_sharding: full, secondary_shard_size: 4}\nprecision: {dtype: bf16}\n"
         "execution: {offload: [optimizer=nvme:/local, parameters]}\nrun: {world_size: 8}\n"
-        "train: {micro_batch_size: 2, global_batch_size: 64}\n"
-        "optimizer: {lr: 1.0e-5, weight_decay: 0.1, clip_grad: 0.5, adam_beta1: 0.8}\n",
+        "train: {micro_batch_size: 2, global_batch_size: 64, train_iters: 100}\n"
+        "optimizer: {lr: 1.0e-5, weight_decay: 0.1, clip_grad: 0.5, adam_beta1: 0.8, min_lr: 1.0e-6, "
+        "lr_warmup_iters: 10}\n",
     ),
     "deepspeed, fp16": (
         "ds_config.json",
         "parallel: {data_parallel_sharding: optimizer, overlap_grad_reduce: false}\nprecision: {dtype: fp16}\n"
         "optimizer: {kind: lion, lion_beta2: 0.9, initial_loss_scale: 1024, loss_scale_window: 50, clip_grad: 0.0}\n"
         "run: {world_size: 1}\n",
+    ),
+    "deepspeed, linear": (
+        "ds_config.json",
+        "parallel: {data_parallel_sharding: optimizer}\nrun: {world_size: 1}\ntrain: {train_iters: 50}\n"
+        "optimizer: {lr: 1.0e-4, lr_decay_style: linear, lr_warmup_iters: 5}\n",
+    ),
+    "deepspeed, constant": (
+        "ds_config.json",
+        "parallel: {data_parallel_sharding: optimizer}\nrun: {world_size: 1}\n"
+        "optimizer: {lr: 1.0e-4, lr_decay_style: constant, lr_warmup_iters: 5}\n",
+    ),
+    "fsdp, groups": (
+        "fsdp.yaml",
+        "parallel: {data_parallel_sharding: full, hybrid_shard_size: 2, tensor_model_parallel_size: 2}\n"
+        "train: {global_batch_size: 4}\nrun: {world_size: 8}\n",
     ),
     "fsdp": (
         "fsdp.yaml",
@@ -176,6 +192,25 @@ def test_there_and_back(case: str, tmp_path, monkeypatch, capsys):
     assert main([name, "--world-size", str(before.run.world_size), "--out", "back.yaml"]) == 0
     after = parse(["--config", "back.yaml"])
     assert {o.key for o in options() if value_at(before, o.path) != value_at(after, o.path)} == set()
+
+
+def test_a_schedule_that_cannot_go_back_says_why(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for settings, why in (("lr: 1.0e-4", "--train-iters"), ("lr: 1.0e-4, lr_decay_style: WSD", "--train-iters")):
+        Path("run.yaml").write_text(f"optimizer: {{{settings}}}\n")
+        assert main(["run.yaml", "--to", "deepspeed", "--out", "ds.json"]) == 0
+        assert why in capsys.readouterr().out
+    Path("run.yaml").write_text("optimizer: {lr: 1.0e-4, lr_decay_style: WSD}\ntrain: {train_iters: 9}\n")
+    assert main(["run.yaml", "--to", "deepspeed", "--out", "ds.json"]) == 0
+    assert "the training script makes this one" in capsys.readouterr().out
+    assert "scheduler" not in json.loads(Path("ds.json").read_text())
+
+
+def test_groups_of_a_machine_are_shard_groups(tmp_path):
+    text = "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 16\nfsdp_config:\n  fsdp_sharding_strategy: %s\n"
+    parallel = converted(tmp_path, text % "HYBRID_SHARD", name="file.yaml").parallel
+    assert (parallel.data_parallel_sharding, parallel.hybrid_shard_size) == ("full", 8)
+    assert converted(tmp_path, text % "FULL_SHARD", name="file.yaml").parallel.hybrid_shard_size is None
 
 
 def test_the_rows_name_what_exists():
