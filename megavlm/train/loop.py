@@ -175,6 +175,7 @@ def _record(
         "trained_tokens": result.trained_tokens,
         "image_tokens": int(counts.image_tokens),
         "images": int(counts.images),
+        "samples": int(counts.samples),
         "skipped_samples": int(counts.skipped),
         "split_samples": int(counts.split),
         "packing_efficiency": counts.tokens / max(counts.positions, 1),
@@ -183,6 +184,7 @@ def _record(
         "data_time_s": data_time,
         "tokens_per_second": int(counts.tokens) / seconds,
         "images_per_second": counts.images / seconds,
+        "samples_per_second": counts.samples / seconds,
         "model_tflops_per_device": tflops,
         "mfu": None if peak is None else tflops / peak,  # as PaLM: recomputation is not counted
         "peak_memory_gib": memory / 2**30,  # of the fullest rank; the others' reports are seconds old

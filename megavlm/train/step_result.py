@@ -158,6 +158,7 @@ class Counts:
 
     tokens: float = 0
     positions: float = 0
+    samples: float = 0  # of data: a sequence may hold several
     image_tokens: float = 0
     images: float = 0
     patches: float = 0
@@ -187,6 +188,7 @@ def counts_of(step: StepData, groups: Groups, model: ModelConfig) -> Counts:
     return Counts(
         tokens=sum(batch.text.num_tokens for batch in step.batches),
         positions=sum(batch.text.tokens.numel() for batch in step.batches),
+        samples=len(lengths),
         image_tokens=sum(batch.text.feature_positions.numel() for batch in step.batches),
         images=sum(batch.image_sizes.num_images for batch in step.batches),
         patches=images.patches,

@@ -50,6 +50,7 @@ def test_any_layout_trains_on_the_same_samples(pools, folder, whole, tmp_path, w
     assert_same_curve(ours, expected)
     for record, other in zip(ours, expected, strict=True):
         assert record["packing_efficiency"] == other["packing_efficiency"] > 0.5
+        assert record["samples"] == other["samples"] > record["skipped_samples"] == 0
         assert record["loss_by_source"].keys() == {"train", "book"}
         for name, loss in record["loss_by_source"].items():
             expected_loss = other["loss_by_source"][name]
