@@ -255,7 +255,7 @@ def _schedule_to_deepspeed(value: Any, given: Given) -> Values:
             ratio = given["optimizer.min_lr"] / peak
             kind, found = "WarmupCosineLR", {**found, "total_num_steps": end, "cos_min_ratio": ratio}
         case _:
-            raise NoCounterpart("its schedules are constant, linear to 0, and cosine: the training script makes this one")
+            raise NoCounterpart("it has constant, linear (to 0) and cosine ones: the training script makes this one")
     return {"scheduler.type": kind} | {f"scheduler.params.{name}": each for name, each in found.items()}
 
 
