@@ -25,7 +25,6 @@ SUBJECTS: dict[str, dict[str, Collection[str]]] = {
         **{"losses": ["losses"], "a record": ["record"], "packed": ["packed_logits"]},
         "packed, gradients": ["packed_gradients"],
     },
-    "Five losses at layouts": {layout.title: [f"{name}_losses"] for name, layout in LAYOUTS.items()},
     "Worst of all layouts": {
         f"{figure}{title}": [f"{name}_{figure}" for name in layouts]
         for title, layouts in (("", LAYOUTS), (", experts split", EXPERT_LAYOUTS))

@@ -82,15 +82,20 @@ def batch_of(
     seed: int = 3,
     packed: bool = False,
 ) -> MicroBatch:
-    """A micro-batch: for each sample its images, (height, width), and its videos, (frames, height, width), with words
-    before, between and after them. With `packed`, all samples share one row.
+    """A micro-batch of `samples_of`. With `packed`, all samples share one row."""
+    samples = samples_of(config, images, seed=seed)
+    return batch_of_rows(config, [samples] if packed else [[sample] for sample in samples])
+
+
+def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, seed: int) -> list[Sample]:
+    """For each sample its images, (height, width), and its videos, (frames, height, width), with words before, between
+    and after them.
     """
     model = config.model
     image_token, vocabulary = model.image_token, model.language.vocab_size
     assert image_token is not None
     assert vocabulary is not None
     rng = np.random.default_rng(seed)
-    patch = model.vision.patch_size
     samples = []
     for number, sizes in enumerate(images):
         words = [
@@ -118,14 +123,21 @@ def batch_of(
                     tokens += [words.pop()] * (apart or not place) + [model.video_token] * next(counts)
         tokens += [words.pop() for _ in range(12 + number)]
         samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups))
+    return samples
+
+
+def batch_of_rows(config: Config, rows: Sequence[Sequence[Sample]]) -> MicroBatch:
+    """A micro-batch of these rows; one of several samples has room for as many sequences."""
+    model = config.model
+    assert model.image_token is not None
     return collate(
-        [samples] if packed else [[sample] for sample in samples],
+        rows,
         CollateSpec(
-            seq_length=config.train.seq_length * (len(samples) if packed else 1),
-            image_token=image_token,
+            seq_length=config.train.seq_length * max(map(len, rows)),
+            image_token=model.image_token,
             pad_token=0,
             projector=model.projector,
-            patch_dim=model.vision.in_channels * patch**2,
+            patch_dim=model.vision.in_channels * model.vision.patch_size**2,
             video_token=model.video_token,
             frames_per_patch=model.vision.temporal_patch_size,
             mrope=bool(model.language.mrope_section),
