@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from megavlm.config.derived import layer_precision
+from megavlm.config.derived import has_vision, layer_precision
 from megavlm.config.lora_config import adapted_parts, frozen_parts, is_target, linears_of, trains_router
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
@@ -87,11 +87,9 @@ def vision_layers_run(vision: VisionConfig) -> int:
 @lru_cache(maxsize=256)
 def layer_names(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of all layers, in order; the pipeline may be cut before each but the first."""
+    encoder = (PATCH_EMBED, *_tower(model.vision), VISION_NORM, PROJECTOR) if has_vision(model) else ()
     return (
-        PATCH_EMBED,
-        *_tower(model.vision),
-        VISION_NORM,
-        PROJECTOR,
+        *encoder,
         EMBEDDING,
         *(f"{LANGUAGE_LAYER}{i}" for i in range(model.language.num_layers)),
         LANGUAGE_NORM,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.arch.image_tokens import Grid, tokens_per_grid
-from megavlm.config.derived import tower_merge, usual_side
+from megavlm.config.derived import has_vision, tower_merge, usual_side
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 
@@ -98,6 +98,8 @@ def typical_workload(config: Config) -> Workload:
 
 def typical_images(config: Config) -> int:
     """Return the number of images of a typical sample."""
+    if not has_vision(config.model):
+        return 0
     counts = config.data.images_per_sample
     return max(1, round(sum(counts) / len(counts))) if counts else 1
 

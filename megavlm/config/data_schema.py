@@ -17,6 +17,7 @@ from megavlm.config.option import (
     KEY_ONLY,
     POSITIVE,
     SHARE,
+    VISION,
     Needs,
     Valid,
     data_kind,
@@ -30,6 +31,7 @@ TOKENS = Needs(
     lambda config: config.model.objective.kind == "next-token", "with another objective", "leave out --objective"
 )
 of_files, of_synthetic = partial(option, needs=DATASETS), partial(option, needs=SYNTHETIC)
+of_images = partial(option, needs=(DATASETS, VISION))
 
 
 @dataclass(frozen=True)
@@ -92,48 +94,48 @@ class DataConfig:
         "before answers have no loss. Default: the template's.",
         flag=KEY_ONLY,
     )
-    image_processor: str | None = of_files(
+    image_processor: str | None = of_images(
         None,
         "Files: folder with preprocessor_config.json; default: the Hugging Face model's, or with random weights one "
         "that resizes images to model.vision.image_size.",
     )
-    min_pixels: int | None = of_files(
+    min_pixels: int | None = of_images(
         None,
         "Files, Qwen's models: enlarge images to at least this number of pixels; default: preprocessor_config.json's.",
         valid=AT_LEAST_1,
     )
-    max_pixels: int | None = of_files(
+    max_pixels: int | None = of_images(
         None,
         "Files, Qwen's models: shrink images to at most this number of pixels, as MAX_PIXELS elsewhere (one image "
         "token is 28 × 28 or 32 × 32 pixels); default: preprocessor_config.json's.",
         valid=AT_LEAST_1,
     )
-    vision_input: str | None = of_files(
+    vision_input: str | None = of_images(
         None,
         "Files: what the vision encoder sees of an image: rgb, or array, all channels of .npy, .npz, "
         "TIFF and other files, or a name of an --extension; default: what the model was trained on, else rgb.",
         point="inputs",
     )
-    channel_statistics: str | None = of_files(
+    channel_statistics: str | None = of_images(
         None,
         "Files: mean and deviation of each channel, in a file that `megavlm channels` writes; default: the model's.",
     )
-    fast_image_resize: bool = of_files(
+    fast_image_resize: bool = of_images(
         False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels.", flag=KEY_ONLY
     )
-    max_image_pixels: int = of_files(
+    max_image_pixels: int = of_images(
         2**26,
         "Files: skip samples with an image of more pixels than this, before the image is decoded.",
         valid=AT_LEAST_1,
     )
-    augment_crop: float = of_files(
+    augment_crop: float = of_images(
         1.0,
         "Files: train on a random part of each image, of at least this share of each side, enlarged to its size; "
         "records whose text has boxes keep theirs. Default: whole images.",
         flag=KEY_ONLY,
         valid=SHARE,
     )
-    augment_color: float = of_files(
+    augment_color: float = of_images(
         0.0,
         "Files: change brightness, contrast and saturation of each image that is trained on by up to this share.",
         flag=KEY_ONLY,
@@ -153,19 +155,19 @@ class DataConfig:
         valid=SHARE,
         needs=TEACHER,
     )
-    video_fps: float | None = of_files(
+    video_fps: float | None = of_images(
         None,
         "Files: number of frames per second of a video; a record may set another rate; default: the model's (Qwen: 2).",
         valid=POSITIVE,
     )
-    video_max_frames: int | None = of_files(
+    video_max_frames: int | None = of_images(
         None,
         "Files: maximum number of frames per video; frames of longer videos are further apart; default: the model's "
         "(Qwen: 768).",
         flag=KEY_ONLY,
         valid=AT_LEAST_1,
     )
-    video_max_tokens: int | None = of_files(
+    video_max_tokens: int | None = of_images(
         None,
         "Files: maximum number of image tokens per video: its frames are shrunk, then dropped; default: half of "
         "--seq-length.",

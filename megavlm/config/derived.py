@@ -236,6 +236,11 @@ def is_latent(language: LanguageConfig) -> bool:
     return language.kv_lora_rank is not None
 
 
+def has_vision(model: ModelConfig) -> bool:
+    """Return whether a model has a vision encoder and a projector, and not a language model alone."""
+    return model.vision.num_layers > 0
+
+
 def tower_merge(vision: VisionConfig) -> int:
     """Return the side in patches of the blocks that the vision encoder itself merges; 1 if it merges none."""
     return 1 if vision.merger_layer is None else 2

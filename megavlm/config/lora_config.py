@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from megavlm.config.derived import has_experts, is_gated, is_latent, is_linear, of_layer
+from megavlm.config.derived import has_experts, has_vision, is_gated, is_latent, is_linear, of_layer
 from megavlm.config.schema import Config, LoraConfig
 
 PARTS = ("vision", "projector", "language")
@@ -16,6 +16,11 @@ LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_p
 LATENT_ATTENTION = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MLP, GATED_MLP = ("fc1", "fc2"), ("gate_proj", "up_proj", "down_proj")
 SHARED_EXPERT, ROUTED_EXPERTS = "shared_experts", "experts"
+
+
+def parts_of(config: Config) -> tuple[str, ...]:
+    """Return the parts that the model has: all, or the language model alone."""
+    return PARTS if has_vision(config.model) else ("language",)
 
 
 def linears_of(config: Config, part: str, number: int) -> tuple[str, ...]:
@@ -90,7 +95,7 @@ def frozen_parts(config: Config) -> tuple[str, ...]:
     if config.model.freeze is not None or not config.lora.rank:
         return config.model.freeze or ()
     trained = (*adapted_parts(config), *(("projector",) if new_projector(config) else ()))
-    return tuple(part for part in PARTS if part not in trained)
+    return tuple(part for part in parts_of(config) if part not in trained)
 
 
 def new_projector(config: Config) -> bool:
@@ -101,7 +106,7 @@ def new_projector(config: Config) -> bool:
 
 def trained_whole(config: Config) -> tuple[str, ...]:
     """Return the parts of the model of which all weights are trained, not only adapters."""
-    return tuple(part for part in PARTS if part not in (*frozen_parts(config), *adapted_parts(config)))
+    return tuple(part for part in parts_of(config) if part not in (*frozen_parts(config), *adapted_parts(config)))
 
 
 def clipped_parts(config: Config) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, get_args, get_type_hints
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, TRAINING, Needs, key_only, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, TRAINING, VISION, Needs, key_only, option
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,13 @@ class OptimizerConfig(RuleOptions):
         None,
         "Peak learning rate of the vision encoder; default: --lr, or 2e-6 from given weights without --lr.",
         valid=AT_LEAST_0,
+        needs=VISION,
     )
     projector_lr: float | None = option(
         None,
         "Peak learning rate of the projector; default: --lr, or without --lr 2e-5 beside LoRA and 1e-3 for a new one.",
         valid=AT_LEAST_0,
+        needs=VISION,
     )
     language_lr: float | None = option(
         None,

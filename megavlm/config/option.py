@@ -104,6 +104,9 @@ DATASETS = Needs(
     lambda config: data_kind(config) == "files", "without --datasets", "name your data sets with --datasets"
 )
 EXPERTS = Needs(lambda config: config.model.experts.num_experts > 0, "without experts", "add --num-experts 8")
+VISION = Needs(
+    lambda config: config.model.vision.num_layers > 0, "without a vision encoder", "set model.vision.num_layers"
+)
 COLOCATED = Needs(
     lambda config: config.placement.encoder == "colocated",
     "without a colocated encoder",

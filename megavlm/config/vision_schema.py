@@ -8,13 +8,17 @@ from typing import Literal
 from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Needs, Valid, option
 
 LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs visit each layer
+TOWER = Valid("from 0 to 10,000", lambda value: 0 <= value <= 10_000)
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL."""
+    """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL.
 
-    num_layers: int = option(4, "Number of transformer layers of the vision encoder.", valid=LAYERS)
+    Without layers there is no projector either, and all other options of both mean nothing.
+    """
+
+    num_layers: int = option(4, "Transformer layers of the vision encoder; 0: a language model alone.", valid=TOWER)
     hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
     ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
     num_attention_heads: int = option(

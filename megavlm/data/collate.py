@@ -14,8 +14,10 @@ from torch import Tensor
 
 from megavlm.arch.image_tokens import Grid, tokens_per_image
 from megavlm.arch.objectives import objective_of
+from megavlm.config.derived import has_vision
 from megavlm.config.schema import Config, ProjectorConfig
-from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Row, Sample
+from megavlm.data.tokenizers import NO_IMAGE
+from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, WITHOUT_VISION, Row, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 
@@ -56,7 +58,7 @@ class CollateSpec:
         model, objective = config.model, objective_of(config.model)
         return cls(
             seq_length=seq_length or config.train.seq_length,
-            image_token=source.image_token,
+            image_token=source.image_token if has_vision(model) else NO_IMAGE,
             pad_token=source.pad_token,
             projector=model.projector,
             patch_dim=model.vision.in_channels * model.vision.patch_size**2,
@@ -79,7 +81,9 @@ class CollateSpec:
 
     @property
     def feature_tokens(self) -> tuple[int, ...]:
-        return (self.image_token,) if self.video_token is None else (self.image_token, self.video_token)
+        """Return the tokens that features replace; () for a language model alone."""
+        tokens = (self.image_token, self.video_token)
+        return () if self.image_token == NO_IMAGE else tuple(token for token in tokens if token is not None)
 
 
 def collate(rows: Sequence[Row], spec: CollateSpec, *, with_patches: bool = True) -> MicroBatch:
@@ -227,7 +231,11 @@ def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
 
 
 def _check_features(sample: Sample, spec: CollateSpec) -> None:
-    """Assert that a sample has one image token for each image feature."""
+    """Assert that a sample has one image token for each image feature. Raises UserError for a sample with images if the
+    model is a language model alone.
+    """
+    if sample.images and spec.image_token == NO_IMAGE:
+        raise UserError(WITHOUT_VISION)
     features = sum(tokens_per_image(sample.grids, sample.tile_groups, spec.projector))
     tokens = int(spec.are_features(sample.tokens).sum())
     assert tokens == features, f"{tokens} image tokens for {features} image features"

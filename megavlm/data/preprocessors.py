@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Resampling
 
-from megavlm.config.derived import usual_side
+from megavlm.config.derived import has_vision, usual_side
 from megavlm.config.schema import Config, DataConfig, ModelConfig
-from megavlm.data.tokenizers import TextTokenizer
+from megavlm.data.tokenizers import NO_IMAGE, TextTokenizer
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.data.tokenizers.sentence_piece import IMAGE, SentencePieceTokenizer
 from megavlm.errors import UserError
@@ -35,10 +35,13 @@ _BEYOND = 2**24 - 1  # the largest token id, used as the image token of a tokeni
 def processor_for(config: Config) -> Processor:
     """Return the image processor of `--image-processor`, else of the folder of the pretrained vision tower.
 
-    For a tower with random weights, the processor resizes images to `model.vision.image_size`. Raises UserError if the
-    folder has no processor, or a processor that does not fit the model or cannot be read.
+    For a tower with random weights, the processor resizes images to `model.vision.image_size`; for a language model
+    alone it is never used. Raises UserError if the folder has no processor, or a processor that does not fit the model
+    or cannot be read.
     """
     model = config.model
+    if not has_vision(model):
+        return _plain(model, fast=False)
     given = config.data.image_processor or config.checkpoint.init_from or config.checkpoint.vision_from
     data = config.data
     if given is None:
@@ -174,7 +177,7 @@ def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
     differently from the tokenizer of the pretrained weights.
     """
     path = tokenizer_path(config)
-    image = config.model.image_token
+    image = config.model.image_token if has_vision(config.model) else NO_IMAGE
     if path.is_dir():
         tokenizer: TextTokenizer = HuggingFaceTokenizer.of(path, image=image, image_text=image_text)
     elif path.is_file():

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megavlm.arch.image_tokens import TileGroup
 from megavlm.arch.objectives import objective_of
+from megavlm.config.derived import has_vision
 from megavlm.config.schema import Config
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
@@ -61,10 +62,11 @@ class Encoder:
         )
         self.vocab_size = config.model.language.vocab_size
         self.image_token = self.tokenizer.image
-        self.feature_tokens = (self.image_token, *filter(None, [config.model.video_token]))
+        sees = has_vision(config.model)
+        self.feature_tokens = (self.image_token, *filter(None, [config.model.video_token])) if sees else ()
         self.pad_token = self.tokenizer.pad
         self.max_pixels = config.data.max_image_pixels
-        self.visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config))
+        self.visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config), sees)
         self._costs = CostModel.of(config.model)
 
     def encoded(self, record: Conversation, *, source: int) -> tuple[tuple[EncodedSample, ...], str]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
-from megavlm.config.derived import usual_side
+from megavlm.config.derived import has_vision, usual_side
 from megavlm.config.schema import Config
 from megavlm.data.source import ComputedSource, generator
 from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Member, Sample, identity_of
@@ -84,7 +84,7 @@ class SyntheticSource(ComputedSource):
         self._channels = vision.in_channels
         self._data = data
         self._sides = data.image_sizes or (usual_side(config.model),)
-        self._counts = data.images_per_sample or (0,)
+        self._counts = (data.images_per_sample if has_vision(config.model) else ()) or (0,)
         self._images_before = (0, *accumulate(self._counts))
         self._tile_side = vision.image_size
         self._tiling = tiling or (lambda size: (size[0] // vision.image_size, size[1] // vision.image_size))

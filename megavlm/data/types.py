@@ -105,6 +105,10 @@ SampleId = int | HeldOut
 
 # --- Samples
 
+WITHOUT_VISION = (
+    "a language model alone (model.vision.num_layers 0) reads no images: name a vision-language model, or leave the "
+    "images out"
+)
 RECORD, ROLE, ID, SOURCE = range(4)  # columns of `TextBatch.members`
 QUERY, POSITIVE, NEGATIVE, PADDING = 0, 1, 2, -1  # roles
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from megavlm.data import clips
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
 from megavlm.data.decode import MAX_PIXELS, decode, size_of
-from megavlm.data.types import Conversation, ImageRef, Picture, Sample, StoredImage, VideoRef, Visual
+from megavlm.data.types import WITHOUT_VISION, Conversation, ImageRef, Picture, Sample, StoredImage, VideoRef, Visual
+from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Film, Layout
 from megavlm.inputs.patches import LoadedImage
@@ -33,14 +34,22 @@ _COLORS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 @dataclass(frozen=True)
 class Visuals:
-    """Reads images and videos with `processor`; `budget` limits the frames and tokens of each video."""
+    """Reads images and videos with `processor`; `budget` limits the frames and tokens of each video. With `sees` false
+    the model is a language model alone, which takes none.
+    """
 
     processor: Processor
     max_pixels: int
     budget: Budget
+    sees: bool = True
 
     def layouts(self, visuals: Sequence[Visual]) -> list[Layout]:
-        """Return the layouts of a record's images and videos, of which only the headers are read. Raises BadSample."""
+        """Return the layouts of a record's images and videos, of which only the headers are read.
+
+        Raises BadSample, or UserError for any of them if the model takes none.
+        """
+        if visuals and not self.sees:
+            raise UserError(WITHOUT_VISION)
         images = sum(isinstance(visual, ImageRef) for visual in visuals)
         numbers = {ImageRef: count(), VideoRef: count()}
         return [

@@ -16,11 +16,11 @@ from typing import Any
 
 from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.registry import Entry, registered
-from megavlm.config.schema import Config, ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.schema import Config, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import SHARED, NamedTemplate
 from megavlm.families.shared.connectors import connector_families
-from megavlm.families.shared.family import ALL_PARTS, Family
+from megavlm.families.shared.family import Family
 from megavlm.families.shared.settings import Settings
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import VideoReader, class_of, video_class_of
@@ -59,8 +59,6 @@ PUBLISHED: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
 IMAGE_TEXTS: tuple[str, ...] = tuple(dict.fromkeys(("<image>", *(family.image_text for family in FAMILIES))))
 
 _PUBLISHED = ("model", "published")
-# Placeholder vision tower for planning a language model alone: no image passes it.
-_NO_VISION = VisionConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, image_size=8)
 
 
 def families() -> tuple[Family, ...]:
@@ -153,8 +151,6 @@ def published_model(name: str, *, option: str = "--model") -> ModelConfig:
     model = family.config(Settings(values, name))
     # A plan may ask for more tokens than the model was trained with.
     model = replace(model, language=replace(model.language, max_positions=None))
-    if family.parts != ALL_PARTS:
-        model = replace(model, vision=_NO_VISION, projector=ProjectorConfig(kind="linear"))
     return resolve_model(model)
 
 

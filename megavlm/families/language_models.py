@@ -1,16 +1,20 @@
-"""Families of standalone language models, for --language-from: Llama, Mistral, Qwen2, Qwen3 (also MoE), DeepSeek-V3."""
+"""Families of language models: Llama, Mistral, Qwen2, Qwen3 (also MoE), DeepSeek-V3.
+
+--init-from trains one alone, --language-from joins it to a vision tower.
+"""
 
 from __future__ import annotations
 
-from megavlm.config.schema import ModelConfig
+from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML, MISTRAL, NamedTemplate
-from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.family import LANGUAGE_ALONE, Family, NamePrefixes
+from megavlm.families.shared.inputs import tokens_and_pixels
 from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings
 
 
 def config(settings: Settings) -> ModelConfig:
-    return ModelConfig(language=language(settings), experts=experts(settings))
+    return ModelConfig(vision=VisionConfig(num_layers=0), language=language(settings), experts=experts(settings))
 
 
 def _family(model_type: str, template: NamedTemplate | None) -> Family:
@@ -20,7 +24,8 @@ def _family(model_type: str, template: NamedTemplate | None) -> Family:
         config=config,
         table=language_table,
         name_prefixes=(NamePrefixes(language="model."),),
-        parts=("language",),
+        parts=LANGUAGE_ALONE,
+        inputs=tokens_and_pixels,
         unused=(r".*\.rotary_emb\.inv_freq",),
         chat_template=template,
     )

@@ -195,7 +195,7 @@ def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     part, text, features = chunk.parts[name], context.batch.text, context.batch.features
     if features is None:
-        embedded: Tensor = part(text, context.of_this_part(hidden))
+        embedded: Tensor = part(text, None if hidden is None else context.of_this_part(hidden))
     else:
         assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"
         embedded = context.with_features_merged(part(text), features.values[:, 0])

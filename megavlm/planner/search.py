@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.arch.workload import typical_workload
+from megavlm.config.derived import has_vision
 from megavlm.config.derived import offloaded as kinds_offloaded
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -70,6 +71,8 @@ def search(
 def search_with(evaluator: LayoutEvaluator, world: int, *, space: Space, top: int) -> SearchResult:
     """Return the `top` fastest layouts of a space, by an evaluator, and why others cannot run."""
     config = evaluator.config
+    if not has_vision(config.model) and "stages" in space.placement:
+        space = replace(space, placement=("stages",))
     if config.parallel.schedule is not None:
         space = replace(space, schedule=(config.parallel.schedule,))
     rejected: list[Rejected] = []

@@ -155,6 +155,8 @@ def configuration(options: argparse.Namespace) -> Config:
         config = with_model(config, weights=False)
     except UserError as error:
         raise UserError(str(error).replace("--init-from", "--hf") if options.hf else str(error)) from None
+    if options.images is not None and not config.model.vision.num_layers:
+        raise UserError(f"--images {plain(options.images)}: this model has no vision encoder: leave --images out")
     if options.images is not None:
         count, side = _images(options.images, config.model.vision.patch_size * config.model.projector.pixel_shuffle)
         config = replace(config, data=replace(config.data, images_per_sample=(count,), image_sizes=(side,)))

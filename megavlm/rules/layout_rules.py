@@ -10,6 +10,7 @@ from megavlm.arch.connector import Split, connector_of
 from megavlm.arch.tensor_split import context_heads, local_heads, share_runs
 from megavlm.config.derived import (
     Offloaded,
+    has_vision,
     masks_attention,
     offloaded,
     replica_size,
@@ -30,7 +31,7 @@ def tensor_parallelism(config: Config) -> Iterator[str]:
     tp, length = parallel.tensor_model_parallel_size, config.train.seq_length
     vision_tp, option = parallel.vision_tensor_model_parallel_size, "--vision-tp"
     if config.placement.encoder == "stages":
-        vision_tp, option = tp, "--tensor-model-parallel-size"
+        vision_tp, option = tp if has_vision(model) else 1, "--tensor-model-parallel-size"
     if model.projector.kind != "linear" and is_set(model.projector, "hidden_size"):
         projector = ("model.projector.hidden_size", model.projector.hidden_size)
     else:
@@ -72,6 +73,8 @@ def colocated_encoder(config: Config) -> Iterator[str]:
     """
     model, placement, ranks = config.model, config.placement, replica_size(config)
     shared = config.parallel.vision_tensor_model_parallel_size
+    if placement.encoder == "colocated" and not has_vision(model):
+        yield "--placement colocated places a vision encoder, which the model does not have: use --placement stages"
     if ranks % shared:
         yield no_divisor("--vision-tp", shared, f"the {ranks} processes of a model replica (TP × CP × PP)", ranks)
     if shared > 1 and placement.encode_ahead:

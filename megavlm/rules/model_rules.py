@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from megavlm.arch.connector import connector_of
 from megavlm.arch.objectives import objective_of
-from megavlm.config.derived import is_latent, rotary_channels, tower_merge
+from megavlm.config.derived import has_vision, is_latent, rotary_channels, tower_merge
 from megavlm.config.lora_config import (
     adapted_parts,
     adapts_experts,
     clipped_parts,
     frozen_parts,
+    parts_of,
     trained_whole,
     unmatched,
 )
@@ -32,6 +33,8 @@ def vision_tower(config: Config) -> Iterator[str]:
     """
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     hidden, heads, layers = vision.hidden_size, vision.num_attention_heads, vision.num_layers
+    if not layers:
+        return
     if hidden % heads:
         yield indivisible("model.vision.hidden_size", hidden, "model.vision.num_attention_heads", heads)
     groups = vision.num_query_groups or heads
@@ -243,6 +246,8 @@ def images(config: Config) -> Iterator[str]:
     built from image tokens.
     """
     model, vision, kind = config.model, config.model.vision, data_kind(config)
+    if not has_vision(model):
+        return
     shuffle, patch = model.projector.pixel_shuffle, vision.patch_size
     drawn = config.data.image_sizes if kind == "synthetic" else ()
     for flag, side in (("model.vision.image_size", vision.image_size), *(("--image-sizes", side) for side in drawn)):
@@ -279,6 +284,8 @@ def images(config: Config) -> Iterator[str]:
 def connector_takes_the_model(config: Config) -> Iterator[str]:
     """Check that the connector supports the model: M-RoPE, DeepStack and the merger need features in a grid."""
     model = resolve_model(config.model)
+    if not has_vision(model):
+        return
     connector = connector_of(model.projector)
     merger = ("vision.merger_layer", model.vision.merger_layer is not None)
     for name, given in (("vision.deepstack_layers", model.vision.deepstack_layers), merger, _mrope(config)):
@@ -317,8 +324,8 @@ def adapters(config: Config) -> Iterator[str]:
 
 
 def something_trains(config: Config) -> Iterator[str]:
-    if {"vision", "projector", "language"} <= {*frozen_parts(config)}:
-        yield "--freeze vision projector language leaves nothing to train: remove one of them"
+    if {*parts_of(config)} <= {*frozen_parts(config)}:
+        yield f"--freeze {' '.join(parts_of(config))} leaves nothing to train: remove one of them"
 
 
 def _mrope(config: Config) -> tuple[str, object]:

@@ -1,4 +1,4 @@
-"""Rules about a run's data sets, callbacks, trackers, folders and checkpoints."""
+"""Rules about a run's data sets, callbacks, trackers, folders and checkpoints, and about language models alone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megavlm.config.derived import has_vision
+from megavlm.config.lora_config import parts_of
 from megavlm.config.messages import shown
-from megavlm.config.option import has_validation
+from megavlm.config.option import data_kind, has_validation
 from megavlm.config.registry import registered
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, DataConfig
 from megavlm.resilience.bad_steps import iterations
 from megavlm.rules import Rule
 from megavlm.rules.defaults import resolve
@@ -116,7 +118,29 @@ def best_checkpoint_has_its_score(config: Config) -> Iterator[str]:
         )
 
 
+def language_alone(config: Config) -> Iterator[str]:
+    """Refuse images, and parts that a language model alone does not have. What `model.vision` and `model.projector` say
+    is not looked at: a published model keeps its own sizes.
+    """
+    model, data = config.model, config.data
+    if has_vision(model):
+        return
+    without = "a model without a vision encoder (model.vision.num_layers 0)"
+    if data_kind(config) == "digits":
+        yield f"--data digits asks about images, and this is {without}: use --data synthetic or --datasets"
+    if any(data.images_per_sample) and data.images_per_sample != DataConfig().images_per_sample:
+        yield f"--images-per-sample {' '.join(map(str, data.images_per_sample))} gives images to {without}: set it to 0"
+    for name in ("bidirectional_images", "bidirectional_windows"):
+        if getattr(model.language, name):
+            yield f"model.language.{name} is of no use to {without}: set it to false"
+    if others := [part for part in model.freeze or () if part not in parts_of(config)]:
+        yield f"--freeze {' '.join(others)} names parts that {without} lacks: leave them out"
+    if config.checkpoint.language_from is not None:
+        yield f"--language-from joins a language model to a vision encoder, and this is {without}: use --init-from"
+
+
 RUN_RULES: tuple[Rule, ...] = (
+    language_alone,
     datasets,
     callbacks_and_trackers,
     run_dir_is_a_folder,

@@ -129,4 +129,4 @@ def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
     """Return the group of this replica's ranks that encode images; None on a rank that encodes none."""
     if plan.encoder:
         return groups.replica
-    return groups.collection.tp_cp if plan.owner_of(PATCH_EMBED) == groups.coords.pp else None
+    return groups.collection.tp_cp if groups.coords.pp == 0 and PATCH_EMBED in plan.chunks[0] else None

@@ -29,6 +29,7 @@ from megavlm.inference.assistant import Assistant
 from megavlm.programs import convert
 from megavlm.programs.evaluation import evaluate
 from megavlm.programs.inference import chat
+from megavlm.rules.load import from_yaml_file
 from tests.support import hf, tokenizers
 from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS
@@ -275,6 +276,31 @@ def test_transformers_alone_answers_on_the_export(pools, tower, language, tmp_pa
         ours = assistant.inputs([assistant.source.prompt(Conversation((turn,)))])
         assert ours["input_ids"].tolist() == theirs["input_ids"].tolist(), "also with the template of training"
         torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"], rtol=0, atol=0.02)
+
+
+def test_a_language_model_is_trained_alone_and_answers(pools: Pools, tmp_path: Path, capsys: Any) -> None:
+    """It reads no images: not of the data, before the first step, and not in a question."""
+    *_, seen = begun(tmp_path, "clip", "qwen3")
+    argv = [*ASKED_RUN, "--num-workers", "0", "--init-from", str(tmp_path / "language"), "--datasets"]
+    with pytest.raises(AssertionError, match=r"a language model alone .* reads no images: .* leave the images out"):
+        pools(2).run(train_composed, [*argv, seen, "--pp", "2"], str(tmp_path / "refused"))
+    assert not (tmp_path / "refused/metrics.jsonl").exists()
+    turns = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": "A cat."}]
+    (tmp_path / "words.jsonl").write_text(json.dumps({"conversations": turns}))
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"question": ASKED, "answers": ["A cat."]}))
+    run, out = tmp_path / "run", tmp_path / "exported"
+    pools(2).run(train_composed, [*argv, str(tmp_path / "words.jsonl"), "--pp", "2"], str(run))
+    assert metrics(run)[0]["images"] == 0
+    assert from_yaml_file(run / "config.yaml").optimizer.vision_lr is None
+    assert convert.main(["export", str(run), str(out)]) == 0
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(out)) is transformers.Qwen3ForCausalLM
+    options = ["--max-new-tokens", "6", "--device", "cpu"]
+    assert chat.main([str(out), "--prompt", ASKED, *options]) == 0
+    task = ["--task", str(tmp_path / "questions.jsonl"), "--out", str(tmp_path / "scores")]
+    assert evaluate.main([str(out), *task, *options]) == 0
+    capsys.readouterr()
+    assert chat.main([str(out), "--image", str(tmp_path / "0.png"), "--prompt", ASKED, *options]) == 2
+    assert "reads no images" in capsys.readouterr().err
 
 
 KINDS = [name for name, each in registered("connectors").items() if isinstance(each, Connector) and name != "mlp"]

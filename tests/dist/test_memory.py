@@ -117,6 +117,7 @@ CASES = {
     "pp2-vpp2-further-bf16": (2, "--pp 2 --vpp 2 --precision bf16 --set model.language.mtp_layers=1"),
     "bf16": (1, "--precision bf16"),
     "frozen-vision": (1, "--freeze vision"),
+    "pp2-language-alone": (2, "--pp 2 --set model.vision.num_layers=0 --images-per-sample 0"),
     "rich": (1, RICH),
     "large-vocabulary-bf16": (1, "--set model.language.vocab_size=8192 --precision bf16"),
     "tp2": (2, "--tp 2"),

@@ -18,6 +18,7 @@ from tests.support.training import LEAN, SMALL, assert_resumed, assert_same_curv
 NONE, ZERO_2 = "--data-parallel-sharding none", "--data-parallel-sharding optimizer_gradients"
 FULL, COLOCATED = "--data-parallel-sharding full", "--pp 2 --placement colocated"
 MUON, LION = "--optimizer muon", "--optimizer lion --lr 1e-4"
+ALONE = "--set model.vision.num_layers=0 --images-per-sample 0"  # a language model without a vision encoder
 CLIP = "--qk-clip --set optimizer.qk_clip_threshold=0.0005"  # which clips half of the heads
 
 
@@ -77,6 +78,9 @@ CHANGES = [
     ("", (2, "--tp 2 --placement colocated"), (2, "--pp 2")),
     ("", (2, f"{COLOCATED} --vision-tp 2"), (2, "--tp 2")),
     ("", (4, f"--tp 2 {FULL}"), (2, f"--pp 2 {NONE}")),
+    (ALONE, (4, f"{BOTH} --vpp 2"), (2, "--cp 2")),
+    slow(ALONE, (2, FULL), (2, "--pp 2 --schedule zb-h1")),
+    slow(f"{ALONE} --num-experts 4", (4, "--tp 2 --ep 2"), (2, "--pp 2")),
     slow("", (2, f"{COLOCATED} {NONE}"), (2, "--tp 2")),
     slow("", (4, BOTH), (4, "--pp 4")),
     slow("", (4, BOTH), (4, "--tp 4 --micro-batch-size 4")),

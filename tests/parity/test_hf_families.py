@@ -81,12 +81,12 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
 
 
 # Variants have the tables and layers of others: of those the fast set tries one of each kind of video.
-LATER = ("minicpmv-4.6", "aya-cohere", "cohere2-vision")
+LATER = ("minicpmv-4.6", "aya-cohere", "cohere2-vision", "text-llama", "text-qwen3-moe")
 FAST = (
     *(name for name in MODELS if name not in LATER),
     *("llava-onevision-videos", "qwen2.5-vl-videos", "qwen3-vl-videos", "gemma3-two-tokens"),
 )
-TRAINED = ("llava-tied", "qwen3.5-moe", "glm4v-moe")
+TRAINED = ("llava-tied", "qwen3.5-moe", "glm4v-moe", "text-qwen3")
 
 
 @pytest.mark.parametrize("name", fast_and_slow(FAST, CASES))
@@ -110,7 +110,7 @@ def test_videos_of_several_lengths_are_refused_where_transformers_takes_one(tmp_
 
 
 ROUND = [name for name in MODELS if not name.endswith(("-tied", "-6b", "-siglip"))]
-VERIFIED = ("internvl", "qwen3.5", "paddleocr-vl", "exaone4.5", "minicpmv-4.7", "paligemma", "aya")
+VERIFIED = ("internvl", "qwen3.5", "paddleocr-vl", "exaone4.5", "minicpmv-4.7", "paligemma", "aya", "text-qwen3")
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in LATER else name for name in ROUND])

@@ -27,6 +27,7 @@ from megavlm.checkpoint.saving import Saver
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.tokenizers import NO_IMAGE
 from megavlm.data.types import Sample
 from megavlm.families import family_of
 from megavlm.inputs.batch import MicroBatch
@@ -93,7 +94,7 @@ def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, s
     """
     model = config.model
     image_token, vocabulary = model.image_token, model.language.vocab_size
-    assert image_token is not None
+    image_token = NO_IMAGE if image_token is None else image_token
     assert vocabulary is not None
     rng = np.random.default_rng(seed)
     samples = []

@@ -334,6 +334,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"projection_hidden_size": 48, "projection_layer_norm_eps": 1e-3, "tie_word_embeddings": False},
         **{"image_token_id": 60, "video_token_id": 61},  # as published, that of videos is none of the vocabulary
     ),
+    # Language models alone.
+    "text-qwen3": QWEN3,
+    "text-llama": {**LLAMA, "rope_parameters": LLAMA3_ROPE, **TIED},
+    "text-qwen3-moe": QWEN3_MOE,
 }
 
 
@@ -350,11 +354,8 @@ class AsPublished(transformers.Qwen3VLMoeForConditionalGeneration):
 
 def config_of(name: str, *, vision: Any = (), text: Any = (), **top: Any) -> Any:
     """Return the configuration of one of MODELS, with other options of its sections and at its top."""
-    values = MODELS[name]
-    sections = {
-        "vision_config": {**values["vision_config"], **dict(vision)},
-        "text_config": {**values["text_config"], **dict(text)},
-    }
+    values, more = MODELS[name], {"vision_config": dict(vision), "text_config": dict(text)}
+    sections = {section: {**values[section], **given} for section, given in more.items() if section in values}
     return transformers.AutoConfig.for_model(**{**values, **sections, **top})
 
 
@@ -363,6 +364,8 @@ def tiny(name: str, **options: Any) -> Any:
     config = config_of(name, **options)
     if name == "qwen3-vl-moe":
         return AsPublished(config)
+    if name.startswith("text-"):
+        return transformers.AutoModelForCausalLM.from_config(config)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     if hasattr(config.text_config, "first_k_dense_replace"):  # biases that change which experts are chosen
         for number, layer in enumerate(model.model.language_model.layers[1:]):
@@ -389,6 +392,7 @@ def scaled(model: Any) -> Any:
 # For each micro-batch the images (height, width) of its samples, by the beginnings of names; one has none. Of a sliced
 # image these are the sizes of its small copy, of its arrangement and of a slice.
 IMAGES: dict[str, Any] = {
+    "text": ([[], []], [[], []]),
     # One image a sample: up to two tiles wide or high, with padding above and below, left and right, or none.
     "llava-next": ([[(6, 24)], [(12, 12)]], [[(24, 7)], []], [[], []], [[(12, 24)], [(9, 20)]]),
     # An image has at most about 2 tiles' worth: 36 × 36 is reduced, 20 × 33 and 40 × 14 lose padding, 12 × 12 is one
@@ -465,7 +469,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 MIXTURES = [name for name in FAMILIES if name.endswith("-moe")]
 # One model of each family, and InternVL's mixture of experts.
-SINGLE = [name for name in FAMILIES if not name.endswith(("-tied", "-6b", "-videos", "-4.6"))]
+SINGLE = [name for name in FAMILIES if not name.endswith(("-tied", "-6b", "-videos", "-4.6")) and "text" not in name]
 
 
 def square(name: str) -> str:

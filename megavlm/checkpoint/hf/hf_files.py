@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megavlm.errors import UserError
 from megavlm.families import family_of
+from megavlm.families.shared.family import LANGUAGE_ALONE
 from megavlm.families.shared.settings import Settings
 from megavlm.files import open_new
 from megavlm.json_files import read_json
@@ -302,7 +303,10 @@ def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     # Architectures that share a `model_type` in config.json differ in their class names alone.
-    kind = getattr(transformers, _architecture(folder), transformers.AutoModelForImageTextToText)
+    family = family_of(HfFolder(folder).settings)
+    words = family.parts == LANGUAGE_ALONE
+    usual = transformers.AutoModelForCausalLM if words else transformers.AutoModelForImageTextToText
+    kind = getattr(transformers, _architecture(folder), usual)
     try:
         model = kind.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
@@ -310,5 +314,5 @@ def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32
     except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise UserError(f"Transformers cannot load {folder}: {reason}") from error
-    family_of(HfFolder(folder).settings).complete(model)
+    family.complete(model)
     return model.eval()

@@ -23,7 +23,7 @@ from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, ProjectorC
 from megavlm.errors import UserError
 from megavlm.families import family_of, without_published
 from megavlm.families.shared.connectors import decided_of, with_connector
-from megavlm.families.shared.family import ALL_PARTS, Family
+from megavlm.families.shared.family import ALL_PARTS, LANGUAGE_ALONE, Family
 from megavlm.families.shared.table import Shape, Table, fits, matches
 from megavlm.rules.defaults import resolve_model
 from megavlm.rules.fields import options
@@ -70,7 +70,8 @@ class Pretrained:
             raise UserError(
                 f"{path} holds quantized weights, which cannot be trained: name the folder of the model itself"
             )
-        if missing := [part for part in parts if part not in family.parts]:
+        is_whole = parts == ALL_PARTS and family.parts == LANGUAGE_ALONE  # its model has no vision encoder
+        if missing := [part for part in parts if part not in family.parts and not is_whole]:
             raise UserError(
                 f"{path} is a {family.name} checkpoint, which has no {' and no '.join(missing)}: give a whole VLM to "
                 "--init-from, or compose one with --vision-from and --language-from"

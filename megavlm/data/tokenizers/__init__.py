@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+NO_IMAGE = -1  # the image token of a language model alone: no text has it
 MOST_GROWTH = 16  # factor by which normalization may lengthen a text; "▁" for a space does not lengthen it
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.tokenizers import MOST_GROWTH, Tokens, growth_of_charsmap, tokens_of
+from megavlm.data.tokenizers import MOST_GROWTH, NO_IMAGE, Tokens, growth_of_charsmap, tokens_of
 from megavlm.errors import UserError
 from megavlm.families import IMAGE_TEXTS
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -191,10 +191,13 @@ def _added(backend: Any) -> set[str]:
 
 
 def _image_text(backend: Any, folder: Path, image: int | None, given: str) -> str:
-    """Return the text of the image token: that of the model's id `image`, else `given`, else a usual name.
+    """Return the text of the image token: that of the model's id `image`, else `given`, else a usual name. For NO_IMAGE
+    it is `given`, which no text may contain either.
 
     Raises UserError if there is none, or if the tokenizer has `given` under another id than `image`.
     """
+    if image == NO_IMAGE:
+        return given
     if image is not None:
         if (own := backend.id_to_token(image)) is not None:
             return str(own)

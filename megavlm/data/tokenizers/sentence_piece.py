@@ -10,7 +10,7 @@ from typing import Any
 
 import sentencepiece
 
-from megavlm.data.tokenizers import MOST_GROWTH, Tokens, growth_of_charsmap, tokens_of
+from megavlm.data.tokenizers import MOST_GROWTH, NO_IMAGE, Tokens, growth_of_charsmap, tokens_of
 from megavlm.errors import UserError
 from megavlm.files import replace_file
 from megavlm.json_files import LARGEST
@@ -89,6 +89,8 @@ class SentencePieceTokenizer:
 
     def _image(self, path: Path, image: int | None, text: str) -> tuple[int, str]:
         model = self._model
+        if image == NO_IMAGE:
+            return image, text
         if image is not None and image < self.vocab_size:
             return image, model.id_to_piece(image)
         found = model.piece_to_id(text)

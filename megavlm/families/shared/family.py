@@ -16,6 +16,7 @@ from megavlm.families.shared.table import Table
 from megavlm.inputs.reader import ProcessorReader, VideoReader
 
 ALL_PARTS = ("vision", "projector", "language")
+LANGUAGE_ALONE = ("language",)  # of a language model, which can be trained without a vision tower
 
 
 @dataclass(frozen=True)

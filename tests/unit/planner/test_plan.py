@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks import placement_paper
 from megavlm.arch.dims import Dims, ScheduleName
 from megavlm.arch.kinds import layer_cost, layer_flops, local_parameters, step_flops
-from megavlm.arch.layers import OUTPUT, layer_names, part_of, trained_below, trained_layers, trains_weights
+from megavlm.arch.layers import EMBEDDING, OUTPUT, layer_names, part_of, trained_below, trained_layers, trains_weights
 from megavlm.arch.plan import even_cuts, make_plan, table
 from megavlm.arch.scenario import scenario_of
 from megavlm.arch.schedules import PipelineShape, held_at_peaks
@@ -70,6 +70,15 @@ def test_encoders_are_neighbours_of_one_replica(tp, pp, dp, data):
         places = [at.tp + tp * at.pp for at in found]
         assert places == list(range(places[0], places[0] + width))
         assert places[0] % width == 0
+
+
+def test_a_language_model_alone_has_the_layers_and_the_work_of_one():
+    whole, alone = (resolved([*WORDS, "--set", f"model.vision.num_layers={layers}"]) for layers in (4, 0))
+    flops = layer_flops(whole, typical_workload(whole))
+    words = {name: each for name, each in flops.items() if part_of(name) == "language"}
+    assert layer_flops(alone, typical_workload(alone)) == words
+    assert make_plan(alone, Dims(pp=2, vpp=2)).chunks[0][0] == EMBEDDING
+    assert typical_workload(alone).patches == typical_workload(alone).features == 0
 
 
 def test_a_shared_encoder_is_part_of_the_plan():
