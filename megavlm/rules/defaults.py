@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megavlm.arch.connector import connector_of
+from megavlm.config.derived import has_vision
 from megavlm.config.lora_config import PARTS, adapted_parts, frozen_parts, new_projector, trained_whole
 from megavlm.config.model_schema import PREFERENCES
 from megavlm.config.option import data_kind, filled, has_validation
@@ -86,7 +87,7 @@ def length(config: Config) -> tuple[int, str]:
     longest = config.model.language.max_positions
     if longest is not None and longest < LENGTH:
         return longest, "the most positions of the language model"
-    return LENGTH, "room for some ten images"
+    return LENGTH, "room for some ten images" if has_vision(config.model) else "usual for fine-tunes"
 
 
 def save_interval(config: Config) -> tuple[int, str]:
