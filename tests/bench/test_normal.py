@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import normal
+import pytest
+
+from megavlm.backend import activate
 
 
-def test_the_page_is_made_of_the_records() -> None:
+@pytest.fixture(scope="module")
+def normal() -> Any:
+    """Return the benchmark's module, imported once the backend is active: it imports megatron-core."""
+    activate()
+    return importlib.import_module("normal")
+
+
+def test_the_page_is_made_of_the_records(normal: Any) -> None:
     text = normal.DOCUMENT.read_text(encoding="utf-8")
     assert normal.documented(text) == text, "renew it: python benchmarks/normal.py --write"
 
 
-def test_a_wrong_epsilon_is_far_above_what_bf16_changes(tmp_path: Path) -> None:
+def test_a_wrong_epsilon_is_far_above_what_bf16_changes(normal: Any, tmp_path: Path) -> None:
     """The same weights without the fault are far below it."""
     tiny = normal.Tiny.of("llava", tmp_path, draws=2)
     theirs, rounded = (normal.of_transformers(tiny, bf16) for bf16 in (False, True))

@@ -49,7 +49,15 @@ TEXT_TO_LEARN = [
 
 WALL_TIME = {
     *("time", "save_stall_s", "save_time_s", "eval_time_s", "eval_time_fraction", "sample_time_s"),
-    *("step_time_s", "data_time_s", "tokens_per_second", "images_per_second", "model_tflops_per_device", "mfu"),
+    *(
+        "step_time_s",
+        "data_time_s",
+        "tokens_per_second",
+        "images_per_second",
+        "samples_per_second",
+        "model_tflops_per_device",
+        "mfu",
+    ),
     "peak_memory_gib",
     *("phase_seconds", "slowest_rank", "slowest_rank_s", "slowest_rank_excess", "slowest_rank_phase", "slow"),
 }

@@ -51,7 +51,10 @@ class Stops(RankHook):
         """Return Stopped after a stop request, unless this was the last iteration."""
         if step.iteration == self._run.config.train.train_iters or not self.asked(step):
             return None
-        return Stopped(self._stop.reason or self._run.callbacks.stop or "another rank was asked to stop")
+        own = self._stop.reason or self._run.callbacks.stop
+        told: list[str | None] = [None] * dist.get_world_size()  # some rank has a reason, and perhaps not this one yet
+        dist.all_gather_object(told, own)
+        return Stopped(own or next(filter(None, told)))
 
 
 # A run with at most this many skipped samples goes on, whatever their share.
