@@ -130,12 +130,11 @@ def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, s
 def batch_of_rows(config: Config, rows: Sequence[Sequence[Sample]]) -> MicroBatch:
     """A micro-batch of these rows; one of several samples has room for as many sequences."""
     model = config.model
-    assert model.image_token is not None
     return collate(
         rows,
         CollateSpec(
             seq_length=config.train.seq_length * max(map(len, rows)),
-            image_token=model.image_token,
+            image_token=NO_IMAGE if model.image_token is None else model.image_token,
             pad_token=0,
             projector=model.projector,
             patch_dim=model.vision.in_channels * model.vision.patch_size**2,
