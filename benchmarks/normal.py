@@ -80,7 +80,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Steps:
-    """Loss and gradient norm of each draw, and the logits of each sample by draw, micro-batch and place in it."""
+    """The loss and gradient norm of each draw, and each sample's logits by (draw, micro-batch, place in it)."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A Hugging Face folder of a tiny model, and for each micro-batch what `tests.support.hf.samples_of` takes."""
+    """The Hugging Face folder of a tiny model, the image sizes of each micro-batch, and the number of random draws."""
 
     folder: Path
     images: Sequence[Any]
@@ -294,7 +294,7 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def documented(text: str) -> str:
-    """Return the document with the tables of the records."""
+    """Return the page's text with its tables computed from the newest records."""
     return with_table(text, "benchmarks/normal.py", table())
 
 

@@ -270,7 +270,7 @@ def _groups_to_fsdp(value: Any, given: Given) -> Values:
 
 
 def _strategy(value: Any, given: Given) -> Any:
-    """Return FSDP's strategy, or our values for one that shards among the processes of a machine."""
+    """Return our values for FSDP's HYBRID_SHARD (shards within a machine), and any other strategy unchanged."""
     if str(value).lower() not in ("hybrid_shard", "4"):
         return value
     size = given["processes"] // _number(given, "num-machines nnodes num-nodes")

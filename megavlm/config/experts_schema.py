@@ -39,8 +39,8 @@ class ExpertsConfig:
     )
     own_norms: bool = of_experts(
         False,
-        "Norms around routed experts and around the shared one; the router normalizes its input, and scales its "
-        "channels and the weights of experts (Gemma 4).",
+        "Normalize inputs and outputs of routed experts and of the shared one; the router normalizes its input, and "
+        "scales its channels and the weights of experts (Gemma 4).",
     )
     dense_layers: tuple[int, ...] = of_experts(
         (),

@@ -38,19 +38,19 @@ class LanguageConfig:
     )
     global_kv_channels: int | None = option(
         None,
-        "Head width without a window; default: equal.",
+        "Head width in layers without a window; default: kv_channels.",
         valid=AT_LEAST_1,
         needs=GLOBAL_LAYERS,
     )
     global_query_groups: int | None = option(
         None,
-        "Key heads without a window; default: equal.",
+        "Key heads in layers without a window; default: num_query_groups.",
         valid=AT_LEAST_1,
         needs=GLOBAL_LAYERS,
     )
     keys_as_values: bool = option(
         False,
-        "In layers without a window, keys before norm and rotation are values (Gemma 4).",
+        "Use keys, before norm and rotation, as values in layers without a window (Gemma 4).",
         needs=(
             GLOBAL_LAYERS,
             Needs(
@@ -128,8 +128,8 @@ class LanguageConfig:
     norm_epsilon: float = option(1e-6, "Epsilon of the language model's norm layers.", valid=POSITIVE)
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
-    value_norm: bool = option(False, "RMSNorm of values, without weights.")
-    layer_scalar: bool = option(False, "Scale layers' outputs by a given number.")
+    value_norm: bool = option(False, "Normalize values (RMSNorm without weights).")
+    layer_scalar: bool = option(False, "Multiply each layer's output by a number that is not trained.")
     post_norms: bool = option(
         False,
         "Apply a norm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
@@ -243,7 +243,7 @@ class LanguageConfig:
     )
     bidirectional_windows: bool = option(
         False,
-        "The same in layers with a sliding window alone (Gemma 4).",
+        "Let tokens of an image attend both ways in layers with a window alone (Gemma 4).",
         needs=GLOBAL_LAYERS,
     )
     bidirectional_prefix: bool = option(

@@ -231,9 +231,7 @@ def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
 
 
 def _check_features(sample: Sample, spec: CollateSpec) -> None:
-    """Assert that a sample has one image token for each image feature. Raises UserError for a sample with images if the
-    model is a language model alone.
-    """
+    """Assert that a sample has one image token for each feature. Raises UserError if the model takes no images."""
     if sample.images and spec.image_token == NO_IMAGE:
         raise UserError(WITHOUT_VISION)
     features = sum(tokens_per_image(sample.grids, sample.tile_groups, spec.projector))

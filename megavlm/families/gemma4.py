@@ -45,7 +45,7 @@ def config(settings: Settings) -> ModelConfig:
             merge="standardized_average" if standardize else "average",
             input_norm=True,
             normalization="UnitRMSNorm",
-            # Without standardization, the factor √H before the norm is the same as a smaller epsilon.
+            # Transformers multiplies features x by √H first: √H·x / √(H·mean(x²) + ε) = x / √(mean(x²) + ε/H).
             norm_epsilon=vision.norm_epsilon / (1 if standardize else vision.hidden_size),
             bias=False,
         ),
@@ -56,7 +56,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def tower_of(tower: Settings) -> VisionConfig:
-    """Return the tower of a Gemma4VisionConfig."""
+    """Return the options of the vision encoder that a Gemma4VisionConfig describes."""
     tower.require("hidden_activation", "gelu_pytorch_tanh", why="only GeGLU towers are known here")
     tower.require("attention_bias", False, why="biases in the tower are not known here")
     tower.require("use_clipped_linears", False, why="clipped layers, those of E2B and E4B, are not known here")
@@ -155,7 +155,7 @@ def _of_full_layers(text: Settings, full: tuple[int, ...]) -> Settings:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    """Return where each weight is; the numbers that standardize features are among those of the tower."""
+    """Return a rule for each tensor of the model. The tower's tensors hold the numbers that standardize features."""
     vision, projector, tower = model.vision, prefixes.projector, prefixes.vision
     found: Table = {
         "patch_embed.proj.weight": ChannelsLast(f"{tower}patch_embedder.input_proj.weight", vision.in_channels),

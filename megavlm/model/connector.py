@@ -124,7 +124,7 @@ class Projector(ConnectorModule):
         merged, factor = self.norm(patches) if first else patches, block_side(self.model)
         merged = self.convolution(merged if factor == 1 else self.merge(merged, grids, factor))
         if self.std_scale is not None and self.std_bias is not None:
-            # In fp32: both terms of the difference are large.
+            # Computed in fp32, because the difference of two large numbers loses digits in bf16.
             wide = merged.float() * merged.shape[-1] ** 0.5 - self.std_bias.float()
             merged = (wide * self.std_scale.float()).to(merged.dtype)
         out = self._projected((merged if first else self.norm(merged))[:, None])

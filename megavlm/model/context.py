@@ -154,7 +154,9 @@ class MicroBatchContext:
         return Packing(qkv_format="sbhd", cached=CachedAttention(rows, length, window, runs, beyond=beyond))
 
     def _runs_within(self, window: int | None) -> Tensor | None:
-        """Return the runs of layers with a window of `window` tokens (None: without, where images may not be runs)."""
+        """Return the runs of tokens that attend to one another both ways, [B·S], in layers with a sliding window of
+        `window` tokens (None: in layers without a window); None if attention there is causal.
+        """
         language = self.config.model.language
         everywhere = language.bidirectional_images or language.bidirectional_prefix
         return self._runs if everywhere or window is not None else None

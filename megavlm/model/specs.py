@@ -138,7 +138,10 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
 
 
 def _head_fields(language: LanguageConfig, tp: int) -> dict[str, int]:
-    """Return the fields of heads, padding included, of language layers that see the language model so."""
+    """Return numbers and width of heads, TP padding included, for the TransformerConfig of language layers.
+
+    `language` is the language model as these layers see it (`config.derived.of_layer`).
+    """
     split = language_split(language, tp)
     heads, groups = split.local_heads * tp, split.slots * tp
     return {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": language.kv_channels}

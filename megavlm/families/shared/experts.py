@@ -77,7 +77,7 @@ def glm_experts(text: Settings, *, layers: int) -> ExpertsConfig:
 
 
 def gemma_experts(text: Settings) -> ExpertsConfig:
-    """Return the experts of a Gemma4TextConfig, whose MLP is a shared expert with norms of its own."""
+    """Return the `ExpertsConfig` of a Gemma4TextConfig, whose dense MLP with norms of its own is the shared expert."""
     if not text.get("enable_moe_block", False):
         return ExpertsConfig()
     return ExpertsConfig(
