@@ -128,8 +128,8 @@ class LanguageConfig:
     norm_epsilon: float = option(1e-6, "Epsilon of the language model's norm layers.", valid=POSITIVE)
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
-    value_norm: bool = option(False, "Normalize values (RMSNorm without weights).")
-    layer_scalar: bool = option(False, "Multiply each layer's output by a number that is not trained.")
+    value_norm: bool = option(False, "Normalize values (RMSNorm, no weights).")
+    layer_scalar: bool = option(False, "Multiply layer outputs by given numbers.")
     post_norms: bool = option(
         False,
         "Apply a norm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",

@@ -18,7 +18,7 @@ class VisionConfig:
     Without layers there is no projector either, and all other options of both mean nothing.
     """
 
-    num_layers: int = option(4, "Transformer layers of the vision encoder; 0: no encoder, text only.", valid=TOWER)
+    num_layers: int = option(4, "Layers of the vision encoder; 0: none, text only.", valid=TOWER)
     hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
     ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
     num_attention_heads: int = option(
@@ -59,7 +59,7 @@ class VisionConfig:
     )
     axis_positions: int = option(
         10240,
-        "Number of learned columns, and of learned rows.",
+        "Number of learned columns and of rows.",
         valid=AT_LEAST_1,
         needs=Needs(
             lambda config: config.model.vision.position_embedding == "axes_rope2d",
@@ -87,7 +87,7 @@ class VisionConfig:
     )
     softmax_scale: float | None = option(
         None,
-        "Factor of attention scores; default: 1 / √(head width).",
+        "Factor of attention scores; default: 1/√(head width).",
         valid=POSITIVE,
     )
     add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
@@ -97,7 +97,7 @@ class VisionConfig:
         "RMS normalization of queries and keys: none, per head (also of values, without weights: Gemma 4), or full "
         "(over all heads at once, InternViT-6B).",
     )
-    post_norms: bool = option(False, "Normalize the outputs of attention and MLP.")
+    post_norms: bool = option(False, "Normalize outputs of attention and MLP.")
     layer_scale: bool = option(
         False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
     )
