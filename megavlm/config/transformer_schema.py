@@ -37,16 +37,10 @@ class LanguageConfig:
         None, "Width of an attention head; default: hidden size / attention heads.", valid=AT_LEAST_1
     )
     global_kv_channels: int | None = option(
-        None,
-        "Head width in layers without a window; default: kv_channels.",
-        valid=AT_LEAST_1,
-        needs=GLOBAL_LAYERS,
+        None, "Head width in layers without a window; default: kv_channels.", valid=AT_LEAST_1, needs=GLOBAL_LAYERS
     )
     global_query_groups: int | None = option(
-        None,
-        "Key heads in layers without a window; default: num_query_groups.",
-        valid=AT_LEAST_1,
-        needs=GLOBAL_LAYERS,
+        None, "Key heads in layers without a window; default: num_query_groups.", valid=AT_LEAST_1, needs=GLOBAL_LAYERS
     )
     keys_as_values: bool = option(
         False,
@@ -242,9 +236,7 @@ class LanguageConfig:
         False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."
     )
     bidirectional_windows: bool = option(
-        False,
-        "Let tokens of an image attend both ways in layers with a window alone (Gemma 4).",
-        needs=GLOBAL_LAYERS,
+        False, "Let tokens of an image attend both ways in layers with a window alone (Gemma 4).", needs=GLOBAL_LAYERS
     )
     bidirectional_prefix: bool = option(
         False, "Let the tokens before a sample's first trained one attend to one another both ways (PaliGemma)."

@@ -85,11 +85,7 @@ class VisionConfig:
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu", "geglu"] = option(
         "gelu", "Activation function of the vision MLP."
     )
-    softmax_scale: float | None = option(
-        None,
-        "Factor of attention scores; default: 1/√(head width).",
-        valid=POSITIVE,
-    )
+    softmax_scale: float | None = option(None, "Factor of attention scores; default: 1/√(head width).", valid=POSITIVE)
     add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
     add_qkv_bias: bool = option(True, "Add biases to the query, key and value projections.")
     qk_norm: Literal["none", "head", "head_and_values", "full"] = option(

@@ -64,15 +64,16 @@ def tower_of(tower: Settings) -> VisionConfig:
     tower.require("num_key_value_heads", heads, why="each head of the tower has a key of its own here")
     tower.require("head_dim", width // heads, why="heads are known that are hidden_size wide together")
     patch, side = tower.square("patch_size", 16), tower.get("pooling_kernel_size", 3)
+    positions = tower.get("position_embedding_size", 10240)
     return VisionConfig(
         num_layers=tower.get("num_hidden_layers", 16),
         hidden_size=width,
         ffn_hidden_size=tower.get("intermediate_size", 3072),
         num_attention_heads=heads,
-        image_size=16 * patch * side,  # typical: about the 280 features of the image processor
+        image_size=min(16, positions // side) * side * patch,  # typical: about the image processor's 280 features
         patch_size=patch,
         position_embedding="axes_rope2d",
-        axis_positions=tower.get("position_embedding_size", 10240),
+        axis_positions=positions,
         rotary_base=float(tower.section("rope_parameters").get("rope_theta", 100.0)),
         normalization="RMSNorm",
         norm_epsilon=tower.get("rms_norm_eps", 1e-6),
@@ -208,9 +209,14 @@ class Budgeted(Processor):
     """Resizes an image to the most whole features, up to `most`, at about its aspect ratio, and marks both ends."""
 
     most: int
+    positions: int  # learned columns and rows of the tower
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(*self._resized((height, width)))
+        if max(tile.grid) > self.positions:
+            raise BadSample(
+                Reason.TOO_LARGE, f"{max(tile.grid)} patches a side, and the model has {self.positions} positions"
+            )
         features = math.prod(tile.grid) // self.projector.pixel_shuffle**2
         return Layout((height, width), (tile,), (0, 0), Prompt(self.image_token, (START, END), (features,)))
 
@@ -240,7 +246,8 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     require_model_value(options, "pooling_kernel_size", model.projector.pixel_shuffle)
     mean = tuple(mean + std / 2 for mean, std in zip(shared["mean"], shared["std"], strict=True))
     shared |= {"mean": mean, "std": tuple(std / 2 for std in shared["std"])}
-    return Budgeted(most=options["max_soft_tokens"], placeholder=IMAGE, image_token=IMAGE, **shared)
+    most, positions = options["max_soft_tokens"], model.vision.axis_positions
+    return Budgeted(most=most, positions=positions, placeholder=IMAGE, image_token=IMAGE, **shared)
 
 
 CHAT = NamedTemplate(

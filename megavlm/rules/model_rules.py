@@ -69,6 +69,11 @@ def vision_tower(config: Config) -> Iterator[str]:
         )
     if vision.window_size is not None and vision.class_token:
         yield "model.vision.window_size and model.vision.class_token cannot be combined: a class token is in no window"
+    if vision.position_embedding == "axes_rope2d" and vision.image_size // vision.patch_size > vision.axis_positions:
+        yield (
+            f"model.vision.image_size {vision.image_size} has more patches a side than model.vision.axis_positions "
+            f"{vision.axis_positions}: raise axis_positions"
+        )
     for name in ("class_token", "rotary_interleaved", "rotary_neighbours"):
         if vision.position_embedding == "axes_rope2d" and getattr(vision, name):
             yield f"model.vision.position_embedding axes_rope2d and {name} cannot be combined: leave {name} out"

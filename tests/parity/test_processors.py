@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -357,6 +357,13 @@ def test_what_would_take_gigabytes_is_refused() -> None:
     """The reference would resize a hair to 336 × 33 million pixels before it crops the middle."""
     for name in ("clip-336", "llava-square", "pixtral"):
         assert reason_of(CASES[name].ours().layout, 1, 100_000) is Reason.TOO_NARROW
+
+
+def test_images_beyond_the_learned_positions_are_refused() -> None:
+    gemma = case("gemma4")
+    assert max(gemma.ours().layout(64, 64).tiles[0].grid) == 24
+    few = replace(gemma, model=replace(gemma.model, vision=replace(gemma.model.vision, axis_positions=23)))
+    assert reason_of(few.ours().layout, 64, 64) is Reason.TOO_LARGE
 
 
 @pytest.mark.parametrize("name", ["clip-336", "onevision-384", "smolvlm-512", "qwen3"])
