@@ -100,6 +100,8 @@ FP32 = 4  # bytes
 class Stream(Enum):
     """The tensor that a layer reads, which fixes the shape of its input."""
 
+    FRAMES = "frames"  # packed positions of sounds [A(/TP), 1, Ha]
+    SOUNDS = "sounds"  # features of sounds [Fa, 1, Hl]; no layer reads them alone: the embedding merges them
     PATCHES = "patches"  # packed vision tokens [V(/TP), 1, Hv]
     FEATURES = "features"  # image features [F, 1, Hl]
     TEXT = "text"  # hidden states [S(/TP), B, Hl]
@@ -226,9 +228,12 @@ class LayerKind(ABC):
 def stream_bytes(stream: Stream, scenario: Scenario) -> float:
     """Return the bytes of the whole tensor `stream` of one micro-batch."""
     work, model, e = scenario.work, scenario.model, scenario.bytes_each
+    if stream is Stream.FRAMES:
+        return work.frames * model.audio.hidden_size * e
     if stream is Stream.PATCHES:
         return work.patches * model.vision.hidden_size * e
-    return (work.features if stream is Stream.FEATURES else work.tokens) * model.language.hidden_size * e
+    counts = {Stream.SOUNDS: work.sounds, Stream.FEATURES: work.features, Stream.TEXT: work.tokens}
+    return counts[stream] * model.language.hidden_size * e
 
 
 def norm_bytes(scenario: Scenario, tokens: float, width: int, normalization: str) -> float:

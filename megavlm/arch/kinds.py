@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
+from megavlm.arch.audio import AudioEmbed, AudioLayer, AudioProjector
 from megavlm.arch.ends import (
     DeepstackMerger,
     Embedding,
@@ -31,6 +32,9 @@ from megavlm.arch.ends import (
 from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, LayerKind, Stream, stream_bytes
 from megavlm.arch.layer_sizes import LayerSizes
 from megavlm.arch.layers import (
+    AUDIO_EMBED,
+    AUDIO_LAYER,
+    AUDIO_PROJECTOR,
     DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
@@ -76,6 +80,9 @@ def for_every_kind(table: Mapping[str, Entry]) -> Mapping[str, Entry]:
 
 KINDS: Mapping[str, LayerKind] = for_every_kind(
     {
+        AUDIO_EMBED: AudioEmbed(),
+        AUDIO_LAYER: AudioLayer(),
+        AUDIO_PROJECTOR: AudioProjector(),
         PATCH_EMBED: PatchEmbed(),
         VISION_LAYER: VisionLayer(),
         VISION_MERGER: VisionMerger(),
@@ -228,9 +235,11 @@ def carried_bytes(scenario: Scenario) -> list[float]:
 
 
 def state_bytes(scenario: Scenario) -> list[float]:
-    """Return the part of `carried_bytes` that multi-token prediction takes (`layers.states_before`)."""
-    each = stream_bytes(Stream.TEXT, scenario) / scenario.sequence_shards
-    return [count * each for count in states_before(scenario.names)]
+    """Return the part of `carried_bytes` that sounds and multi-token prediction take (`layers.states_before`)."""
+    sounds, text = (stream_bytes(stream, scenario) for stream in (Stream.SOUNDS, Stream.TEXT))
+    first = scenario.names.index(EMBEDDING)
+    each = [sounds if place <= first else text / scenario.sequence_shards for place in range(len(scenario.names) + 1)]
+    return [count * size for count, size in zip(states_before(scenario.names), each, strict=True)]
 
 
 def communication(name: str, scenario: Scenario) -> Communication:

@@ -10,10 +10,13 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from megavlm.config.derived import has_vision, layer_precision
+from megavlm.config.derived import audio_tower, has_vision, layer_precision
 from megavlm.config.lora_config import adapted_parts, frozen_parts, is_target, linears_of, trains_router
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
+AUDIO_EMBED = "audio_embed"
+AUDIO_LAYER = "audio.layers."
+AUDIO_PROJECTOR = "audio.projector"
 PATCH_EMBED = "patch_embed"
 VISION_NORM = "vision.norm"
 PROJECTOR = "projector"
@@ -28,8 +31,11 @@ LANGUAGE_LAYER = "language.layers."
 MTP_INPUT = "language.mtp."
 MTP_NORM = "language.mtp_norm."
 
-# The part of the model, as `--freeze` names it, that each kind of layer belongs to.
+# The part of the model, as `--freeze` names it, that each kind of layer belongs to; "vision" is all encoders.
 PART_OF_KIND = {
+    AUDIO_EMBED: "vision",
+    AUDIO_LAYER: "vision",
+    AUDIO_PROJECTOR: "projector",
     PATCH_EMBED: "vision",
     VISION_LAYER: "vision",
     VISION_MERGER: "vision",
@@ -43,7 +49,8 @@ PART_OF_KIND = {
     MTP_NORM: "language",
     OUTPUT: "language",
 }
-TRANSFORMER_LAYERS = (VISION_LAYER, LANGUAGE_LAYER)
+TRANSFORMER_LAYERS = (VISION_LAYER, LANGUAGE_LAYER)  # those that can have adapters
+_OF_AUDIO = (AUDIO_EMBED, AUDIO_LAYER, AUDIO_PROJECTOR)
 _CARRIED = {DEEPSTACK: 1, LANGUAGE_LAYER: -1}  # by how many DeepStack features a layer changes the carried ones
 _NAME = re.compile("|".join(rf"({re.escape(kind)})" + r"(\d+)" * kind.endswith(".") for kind in PART_OF_KIND))
 
@@ -88,7 +95,9 @@ def vision_layers_run(vision: VisionConfig) -> int:
 def layer_names(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of all layers, in order; the pipeline may be cut before each but the first."""
     encoder = (PATCH_EMBED, *_tower(model.vision), VISION_NORM, PROJECTOR) if has_vision(model) else ()
+    sounds = model.audio.num_layers
     return (
+        *((AUDIO_EMBED, *(f"{AUDIO_LAYER}{i}" for i in range(sounds)), AUDIO_PROJECTOR) if sounds else ()),
         *encoder,
         EMBEDDING,
         *(f"{LANGUAGE_LAYER}{i}" for i in range(model.language.num_layers)),
@@ -112,8 +121,13 @@ def is_merged(name: str, vision: VisionConfig) -> bool:
     return vision.merger_layer is not None and behind
 
 
+def tower_of(key: str, model: ModelConfig) -> VisionConfig:
+    """Return the encoder that a layer or parameter belongs to."""
+    return audio_tower(model) if kind_of(key) == AUDIO_LAYER else model.vision
+
+
 def encoder_names(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the layers that turn images into features: all before the embedding."""
+    """Return the names of the layers that turn images and sounds into features: all before the embedding."""
     names = layer_names(model)
     return names[: names.index(EMBEDDING)]
 
@@ -163,10 +177,11 @@ def _has_adapters(name: str, config: Config) -> bool:
 def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -> bool:
     """Return whether the input of layer `name` depends on one of the `trained` layers among the `earlier` ones.
 
-    Features of DeepStack's mergers go to the language model only; the rest of the tower does not depend on them.
+    Features of sounds and of DeepStack's mergers go to the language model only; the tower does not depend on them.
     """
-    takes_all = part_of(name) == "language"
-    return any(other in trained for other in earlier if takes_all or kind_of(other) != DEEPSTACK)
+    takes_all, hears = part_of(name) == "language", kind_of(name) in _OF_AUDIO
+    inner = (other for other in earlier if kind_of(other) != DEEPSTACK and (kind_of(other) in _OF_AUDIO) == hears)
+    return any(other in trained for other in (earlier if takes_all else inner))
 
 
 def carried_features(earlier: Sequence[str]) -> int:
@@ -187,13 +202,13 @@ def carried_before(names: tuple[str, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def states_before(names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return how many states of all text positions a cut before each layer, and after the last, passes on together
-    with the hidden states, for multi-token prediction.
+    """Return how many states a cut before each layer, and after the last, passes on together with the hidden states.
 
-    These are the embeddings, until the last `MTP_INPUT` layer has read them, and the hidden states that each of these
-    layers has read: the output layer predicts from all of them.
+    Up to the embedding, these are the features of sounds. From there on they are states of all text positions for
+    multi-token prediction: the embeddings, until the last `MTP_INPUT` layer has read them, and the hidden states that
+    each of these layers has read; the output layer predicts from all of them.
     """
     depths = sum(kind_of(name) == MTP_INPUT for name in names)
-    added = {EMBEDDING: depths > 0, MTP_INPUT: True}
+    added = {AUDIO_PROJECTOR: 1, EMBEDDING: (depths > 0) - (AUDIO_PROJECTOR in names), MTP_INPUT: 1}
     counts = accumulate((added.get(kind_of(name), 0) for name in names), initial=0)
-    return tuple(count - (count > depths) for count in counts)
+    return tuple(count - (count > depths > 0) for count in counts)

@@ -91,14 +91,22 @@ class VisionLayer(TransformerKind):
 
     reads = Stream.PATCHES
 
+    def tower(self, model: ModelConfig) -> VisionConfig:
+        """Return the sizes of the encoder that the layer belongs to."""
+        return model.vision
+
+    def seen(self, work: Workload) -> Workload:
+        """Return the workload with the encoder's positions as patches."""
+        return work
+
     def split(self, model: ModelConfig, tp: int) -> HeadSplit:
-        return vision_split(model.vision, tp)
+        return vision_split(self.tower(model), tp)
 
     def mlp_width(self, model: ModelConfig) -> int:
-        return model.vision.ffn_hidden_size
+        return self.tower(model).ffn_hidden_size
 
     def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
-        vision = model.vision
+        vision = self.tower(model)
         hidden, split = vision.hidden_size, self.split(model, tp)
         heads, width = split.heads, split.width
         gates = 1 + is_gated(vision)
@@ -109,7 +117,7 @@ class VisionLayer(TransformerKind):
         return weights + biases + norms + 2 * hidden * vision.layer_scale
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        vision = model.vision
+        vision = self.tower(model)
         hidden, split = vision.hidden_size, self.split(model, 1)
         gates = 1 + is_gated(vision)
         projected = split.per_group * split.width, split.width, split.width
@@ -120,7 +128,7 @@ class VisionLayer(TransformerKind):
         }
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        vision = model.vision
+        vision, work = self.tower(model), self.seen(work)
         gates = 2 + is_gated(vision)
         rows = attention_rows(self.split(model, 1))
         params = rows * vision.hidden_size + gates * vision.hidden_size * vision.ffn_hidden_size
@@ -130,13 +138,13 @@ class VisionLayer(TransformerKind):
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
         """Return the relative work with the MLP's padding; padding heads are not counted."""
-        vision = model.vision
+        vision = self.tower(model)
         gates = 2 + is_gated(vision)
         attention, width = attention_rows(self.split(model, 1)), gates * vision.ffn_hidden_size
         return (attention + tp * gates * self.mlp_share(model, tp)) / (attention + width), 1.0
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
-        return LayerSizes(scenario.model.vision, scenario)
+        return LayerSizes(self.tower(scenario.model), replace(scenario, work=self.seen(scenario.work)))
 
 
 class LanguageLayer(TransformerKind):

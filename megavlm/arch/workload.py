@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.arch.image_tokens import Grid, tokens_per_grid
+from megavlm.arch.sounds import chunk_lengths, features_of, positions_of
 from megavlm.config.derived import has_vision, tower_merge, usual_side
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
+
+USUAL_FRAMES = 1000  # mel frames of a sample's sound, where nothing says how many: ten seconds
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ class Workload:
     token_squares: int  # Σ over samples of length²
     sliding_squares: int  # the same with a sliding window; used if the language model has one
     trained_tokens: int  # positions that have a loss: the output layer runs for these alone
+    frames: int = 0  # positions of the audio encoder, each of two mel frames
+    frame_squares: int = 0  # Σ over chunks of sounds of positions²
+    sounds: int = 0  # features of sounds
 
 
 def times(work: Workload, samples: int) -> Workload:
@@ -84,6 +90,9 @@ def typical_workload(config: Config) -> Workload:
     counts = [rows * columns for rows, columns in grids]
     window = window_patches(config.model)
     tokens = config.train.seq_length
+    hears = config.model.audio.num_layers > 0
+    clips, chunk = data.sound_frames or (USUAL_FRAMES * hears,), config.model.audio.chunk_frames
+    chunks = [positions_of(length) for frames in clips for length in chunk_lengths(frames, chunk)]
     return Workload(
         patches=images * sum(counts) // len(sides),
         patch_squares=images * sum(count**2 for count in counts) // len(sides),
@@ -93,6 +102,9 @@ def typical_workload(config: Config) -> Workload:
         token_squares=tokens**2,
         sliding_squares=sliding_squares(tokens, config.model.language.window_size),
         trained_tokens=tokens,
+        frames=sum(chunks) // len(clips),
+        frame_squares=sum(length**2 for length in chunks) // len(clips),
+        sounds=sum(map(features_of, clips)) // len(clips),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from megavlm.config.audio_schema import AUDIO
 from megavlm.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -222,6 +223,14 @@ class DataConfig:
         "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index.",
         flag=KEY_ONLY,
         valid=AT_LEAST_0,
+    )
+    sound_frames: tuple[int, ...] = of_synthetic(
+        (),
+        "Synthetic: mel frames of a sample's sound, 100 a second; samples cycle through the list, 0 is none. Default: "
+        "no sounds.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_0,
+        needs=(SYNTHETIC, AUDIO),
     )
     answer_share: float = of_synthetic(
         0.5, "Synthetic: fraction of a sample's text tokens that have a loss.", flag=KEY_ONLY, valid=SHARE

@@ -246,6 +246,20 @@ def tower_merge(vision: VisionConfig) -> int:
     return 1 if vision.merger_layer is None else 2
 
 
+def audio_tower(model: ModelConfig) -> VisionConfig:
+    """Return the layers of the audio encoder as those of a vision encoder, which they are but for a bias of keys.
+
+    A bias of keys adds the same number to all scores of a query, so that softmax and gradients do not depend on it.
+    """
+    audio = model.audio
+    return VisionConfig(
+        num_layers=audio.num_layers,
+        hidden_size=audio.hidden_size,
+        ffn_hidden_size=audio.ffn_hidden_size,
+        num_attention_heads=audio.num_attention_heads,
+    )
+
+
 def usual_side(model: ModelConfig) -> int:
     """Return the side in pixels of a typical image: model.vision.image_size, rounded down to whole features."""
     feature = model.vision.patch_size * model.projector.pixel_shuffle

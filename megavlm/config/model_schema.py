@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from megavlm.config.audio_schema import AUDIO, AudioConfig
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.option import (
     AT_LEAST_0,
@@ -199,6 +200,7 @@ class ModelConfig:
         "given weights keep their sizes; default: none.",
         flag="--published-model",
     )
+    audio: AudioConfig = field(default_factory=AudioConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
@@ -213,6 +215,12 @@ class ModelConfig:
         None,
         "Token id whose positions receive the features of videos; default: the model's (without one: no videos).",
         valid=AT_LEAST_0,
+    )
+    audio_token: int | None = key_only(
+        None,
+        "Token id whose positions receive the features of sounds; default: the model's.",
+        valid=AT_LEAST_0,
+        needs=AUDIO,
     )
     video_steps_per_second: float | None = key_only(
         None,

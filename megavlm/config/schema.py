@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from megavlm.config.audio_schema import AudioConfig
 from megavlm.config.data_schema import DataConfig, DatasetConfig
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, PlacementConfig, PrecisionConfig

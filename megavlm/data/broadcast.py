@@ -8,7 +8,7 @@ contains only their shape and type.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from megavlm.data.costs import ImageAssignment
 from megavlm.data.types import Imbalance, LoaderState, StepData
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import Skipped
-from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
+from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, SoundBatch, TextBatch
 
 _ALIGNMENT = 64  # bytes, as torch aligns tensors, so that matrix products are bitwise the same
 
@@ -33,7 +33,8 @@ class ReplicaBroadcast:
 
     The first rank of `replica` reads. `vision_group` are the ranks that encode images, the reader first; None on a rank
     that encodes none. Each of them encodes all images, or with `assignment` its assigned images. `hosts` is the replica
-    as a group that exchanges host memory, so that messages do not wait for the device.
+    as a group that exchanges host memory, so that messages do not wait for the device. With `pixels`, patches are sent
+    in the message to all ranks, because the reader is not among the ranks that encode images.
     """
 
     replica: dist.ProcessGroup
@@ -41,6 +42,7 @@ class ReplicaBroadcast:
     vision_group: dist.ProcessGroup | None
     device: torch.device
     assignment: ImageAssignment | None = None
+    pixels: bool = False
 
     @property
     def reads(self) -> bool:
@@ -81,7 +83,7 @@ class ReplicaBroadcast:
 
         The host waits for both. Returns None if there is neither a step nor an error.
         """
-        description, tensors = serialize(step) if step is not None else (error.encode(), [])
+        description, tensors = serialize(step, pixels=self.pixels) if step is not None else (error.encode(), [])
         header = torch.tensor([step is not None, len(description), size_of(tensors)])
         dist.broadcast(header, group=self.hosts, group_src=0)
         is_step, text_bytes, tensor_bytes = header.tolist()
@@ -103,7 +105,7 @@ class ReplicaBroadcast:
         if self.assignment is not None:
             chosen = self.assignment.by_rank([each.sizes for each in images])
             return _with_images(step, [self._scatter(*each) for each in zip(images, chosen, strict=True)])
-        if self.vision_group.size() == 1:
+        if self.vision_group.size() == 1 or self.pixels:
             return step
         return _with_images(step, [replace(each, vision_group=self.vision_group) for each in images])
 
@@ -137,6 +139,8 @@ def serialize(step: StepData, *, pixels: bool = False) -> tuple[bytes, list[Tens
     tensors: list[Tensor] = []
     for batch in step.batches:
         tensors += batch.text.tensors().values()
+        if batch.sounds is not None:
+            tensors += batch.sounds.tensors().values()
         if pixels and batch.images is not None:
             tensors.append(batch.images.patches)
     description = {
@@ -182,10 +186,19 @@ def deserialize(description: bytes, memory: Tensor) -> StepData:
     )
 
 
+def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
+    """Return the name, type and shape of each tensor."""
+    return [(name, _dtype(tensor), list(tensor.shape)) for name, tensor in tensors.items()]
+
+
 def _described(batch: MicroBatch) -> dict[str, Any]:
     patches, sizes = None if batch.images is None else batch.images.patches, batch.image_sizes
+    sounds = None
+    if batch.sounds is not None:
+        sounds = {"frames": batch.sounds.frames, "tensors": _kinds(batch.sounds.tensors())}
     return {
-        "tensors": [(name, _dtype(tensor), list(tensor.shape)) for name, tensor in batch.text.tensors().items()],
+        "tensors": _kinds(batch.text.tensors()),
+        "sounds": sounds,
         "patches": None if patches is None else (_dtype(patches), list(patches.shape)),
         "grids": sizes.grids,
         "tile_groups": [(group.grid, group.size, group.kind) for group in sizes.tile_groups],
@@ -199,6 +212,10 @@ def _batch(fields: dict[str, Any], reader: _Reader, *, pixels: bool) -> MicroBat
     tensors: dict[str, Any] = {
         name: reader.next(getattr(torch, dtype), shape) for name, dtype, shape in fields["tensors"]
     }
+    sounds = None
+    if fields["sounds"] is not None:
+        heard = (reader.next(getattr(torch, dtype), shape) for _, dtype, shape in fields["sounds"]["tensors"])
+        sounds = SoundBatch(tuple(fields["sounds"]["frames"]), *heard)
     sizes = ImageSizes(
         grids=tuple((rows, columns) for rows, columns in fields["grids"]),
         tile_groups=tuple(TileGroup(tuple(grid), tuple(size), kind) for grid, size, kind in fields["tile_groups"]),
@@ -211,7 +228,7 @@ def _batch(fields: dict[str, Any], reader: _Reader, *, pixels: bool) -> MicroBat
     counts = tuple((tokens, trained) for tokens, trained in fields["row_counts"])
     prefixes = tuple((first, count) for first, count in fields["prefixes"])
     text = TextBatch(**tensors, lengths=tuple(fields["lengths"]), prefixes=prefixes, row_counts=counts)
-    return MicroBatch(text, sizes, images)
+    return MicroBatch(text, sizes, images, sounds=sounds)
 
 
 class _Reader:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from megavlm.arch.image_tokens import Grid, tokens_per_image
 from megavlm.arch.objectives import objective_of
+from megavlm.arch.sounds import features_of
 from megavlm.config.derived import has_vision
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.data.tokenizers import NO_IMAGE
 from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, WITHOUT_VISION, Row, Sample
 from megavlm.errors import UserError
-from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
+from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, SoundBatch, TextBatch
 
 if TYPE_CHECKING:
     from megavlm.data.source import Source
@@ -38,6 +39,8 @@ class CollateSpec:
     pad_token: int
     projector: ProjectorConfig  # determines the number of image tokens of an image
     patch_dim: int  # values of a patch: channels × patch side²
+    audio_token: int | None = None  # token of a sound's features, each of which has a position as text has
+    mel_bins: int = 0
     video_token: int | None = None  # token of a video's features, if it differs from the image token
     channels: int = 3
     frames_per_patch: int = 1  # of a video; a patch of an image always has one
@@ -62,6 +65,8 @@ class CollateSpec:
             pad_token=source.pad_token,
             projector=model.projector,
             patch_dim=model.vision.in_channels * model.vision.patch_size**2,
+            audio_token=model.audio_token,
+            mel_bins=model.audio.mel_bins,
             video_token=model.video_token,
             channels=model.vision.in_channels,
             frames_per_patch=model.vision.temporal_patch_size,
@@ -98,7 +103,19 @@ def collate(rows: Sequence[Row], spec: CollateSpec, *, with_patches: bool = True
     for sample in samples:
         _check_features(sample, spec)
     sizes = _sizes_of(samples)
-    return MicroBatch(collate_text(rows, spec), sizes, collate_images(rows, spec) if with_patches else None)
+    text = collate_text(rows, spec)
+    images = collate_images(rows, spec) if with_patches else None
+    return MicroBatch(text, sizes, images, sounds=collate_sounds(samples, text.tokens, spec))
+
+
+def collate_sounds(samples: Sequence[Sample], tokens: Tensor, spec: CollateSpec) -> SoundBatch | None:
+    """Return the sounds of samples, whose tokens are in `tokens` [B, S]; None if the model hears none."""
+    if spec.audio_token is None:
+        return None
+    sounds = [sound for sample in samples for sound in sample.sounds]
+    positions = torch.nonzero(tokens.flatten() == spec.audio_token)[:, 0]
+    mels = torch.cat([torch.empty(0, spec.mel_bins), *(sound.mels() for sound in sounds)])
+    return SoundBatch(tuple(sound.frames for sound in sounds), mels, positions, torch.arange(len(positions)))
 
 
 def collate_images(rows: Sequence[Row], spec: CollateSpec, chosen: Mask | None = None) -> ImageBatch:
@@ -231,12 +248,18 @@ def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
 
 
 def _check_features(sample: Sample, spec: CollateSpec) -> None:
-    """Assert that a sample has one image token for each feature. Raises UserError if the model takes no images."""
+    """Assert that a sample has one token for each feature of an image or a sound.
+
+    Raises UserError if there are images and the model takes none.
+    """
     if sample.images and spec.image_token == NO_IMAGE:
         raise UserError(WITHOUT_VISION)
     features = sum(tokens_per_image(sample.grids, sample.tile_groups, spec.projector))
     tokens = int(spec.are_features(sample.tokens).sum())
     assert tokens == features, f"{tokens} image tokens for {features} image features"
+    tokens = int((sample.tokens == spec.audio_token).sum())
+    heard = sum(features_of(sound.frames) for sound in sample.sounds)
+    assert tokens == heard, f"{tokens} audio tokens for {heard} features of sounds"
 
 
 def _sizes_of(samples: Sequence[Sample]) -> ImageSizes:

@@ -111,7 +111,13 @@ def part_of(batch: MicroBatch, split: RowSplit, *, rank: int) -> MicroBatch:
     if features is not None:
         merged = local_positions(features.positions, split, rank=rank, length=length)
         features = replace(features, positions=merged)
-    return replace(batch, text=_part_of_text(text, positions, split, rank=rank), features=features, context=context)
+    sounds = batch.sounds
+    if sounds is not None:
+        owner, heard = in_parts(sounds.positions, split, length=length)
+        mine = in_memory_of(sounds.rows, sounds.rows[owner == rank])
+        sounds = replace(sounds, positions=in_memory_of(sounds.positions, heard[owner == rank]), rows=mine)
+    text = _part_of_text(text, positions, split, rank=rank)
+    return replace(batch, text=text, features=features, context=context, sounds=sounds)
 
 
 def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *, rank: int) -> TextBatch:

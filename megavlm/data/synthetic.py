@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
+from megavlm.arch.sounds import features_of
 from megavlm.config.derived import has_vision, usual_side
 from megavlm.config.schema import Config
 from megavlm.data.source import ComputedSource, generator
 from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Member, Sample, identity_of
 from megavlm.errors import UserError
 from megavlm.inputs.patches import Image
+from megavlm.inputs.sounds import Sound
 from megavlm.rules.defaults import resolve
 
 VOCABULARY = 256  # number of tokens if model.language.vocab_size is not given
 
-# The random streams of a sample: whether it has images, its text, and one for each image.
-_IMAGELESS, _TEXT, _FIRST_IMAGE = 0, 1, 2
+# The random streams of a sample: whether it has images, its text, one for each image, and its sound.
+_IMAGELESS, _TEXT, _FIRST_IMAGE, _SOUND = 0, 1, 2, 2**32
 
 _PARTS = 4  # a text of `SyntheticPairs` has at most 1 / 4 of `--seq-length` tokens; a record has two or three texts
 _SAME = 5  # one in so many records gives its document the identity of the previous record's
@@ -56,7 +61,7 @@ class SyntheticSource(ComputedSource):
 
     `--images-per-sample` cycles over samples and `--image-sizes` over images, so shapes do not depend on the seed. The
     image token is `--image-token` or the last token of the vocabulary, token 0 is padding, and text consists of all
-    other tokens (except a video token).
+    other tokens (except a video and an audio token). A sound of `data.sound_frames` precedes the prompt.
 
     If the model tiles images, an image that is alone in its sample has a base tile and k × k others, where k is the
     image's side divided by `model.vision.image_size`. If a sample has several images, each has a base tile only.
@@ -75,8 +80,10 @@ class SyntheticSource(ComputedSource):
         self.vocab_size = config.model.language.vocab_size
         self._projector = config.model.projector
         self.image_token = self.vocab_size - 1 if config.model.image_token is None else config.model.image_token
-        video_token = config.model.video_token
-        self._feature_tokens = sorted({self.image_token} if video_token is None else {self.image_token, video_token})
+        others = (config.model.video_token, config.model.audio_token)
+        self._feature_tokens = sorted({self.image_token, *(token for token in others if token is not None)})
+        self._audio_token, self._mel_bins = config.model.audio_token, config.model.audio.mel_bins
+        self._sounds = config.data.sound_frames or (0,)
         self._seed = config.train.seed
         self._seq_length = config.train.seq_length
         self._global_batch_size = config.train.global_batch_size
@@ -98,6 +105,7 @@ class SyntheticSource(ComputedSource):
         needed, count = max(
             (sum(self._features((side,) * count)) + 2, count) for count in self._counts for side in self._sides
         )
+        needed += max(map(features_of, self._sounds))
         if needed > self._seq_length:
             raise UserError(
                 f"--seq-length {self._seq_length} is too short for {count} image(s) of {needed - 2} tokens in all: set "
@@ -108,9 +116,9 @@ class SyntheticSource(ComputedSource):
     def sample(self, index: int) -> Sample:
         """Return sample `index`. Its answer is 0.5 to 1.5 times `data.answer_share` of the text tokens."""
         sides = () if self._is_imageless(index) else self._sides_of(index)
-        feature_counts = self._features(sides)
+        feature_counts, frames = self._features(sides), self._sounds[index % len(self._sounds)]
         rng = generator(seed=self._seed, index=index, stream=_TEXT)
-        text_length = self._seq_length - sum(feature_counts)
+        text_length = self._seq_length - sum(feature_counts) - features_of(frames)
         entries = self.vocab_size - 1 - len(self._feature_tokens)  # nor 0, which pads
         drawn = rng.integers(entries, size=text_length, dtype=np.int64)
         answer_length = round(text_length * self._data.answer_share * rng.uniform(0.5, 1.5))
@@ -120,7 +128,8 @@ class SyntheticSource(ComputedSource):
             text += text >= token
         # N images cut the prompt into N + 1 pieces of equal length. The prompt is not trained.
         pieces = np.array_split(text[: text_length - answer_length], len(sides) + 1)
-        parts: list[NDArray[np.int64]] = [pieces[0]]
+        heard = np.full(features_of(frames), self._audio_token or 0, dtype=np.int64)
+        parts: list[NDArray[np.int64]] = [heard, pieces[0]]
         for count, piece in zip(feature_counts, pieces[1:], strict=True):
             parts += [np.full(count, self.image_token, dtype=np.int64), piece]
         parts.append(text[text_length - answer_length :])
@@ -128,7 +137,12 @@ class SyntheticSource(ComputedSource):
         trained[self._seq_length - answer_length :] = True
         seen, tile_groups = self._tiled(sides)
         images = tuple(self._image(index, number=number, side=side) for number, side in enumerate(seen))
-        return Sample(tokens=np.concatenate(parts), trained=trained, images=images, tile_groups=tile_groups)
+        sounds = (Sound(frames, partial(self._mels, index, frames)),) if frames else ()
+        return Sample(np.concatenate(parts), trained, images, tile_groups, sounds=sounds)
+
+    def _mels(self, index: int, frames: int) -> Tensor:
+        drawn = generator(seed=self._seed, index=index, stream=_SOUND).standard_normal((frames, self._mel_bins))
+        return torch.from_numpy(drawn.astype(np.float32))
 
     def _is_imageless(self, index: int) -> bool:
         if index % self._global_batch_size in self._data.imageless_samples:

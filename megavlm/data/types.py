@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megavlm.inputs.batch import MicroBatch
     from megavlm.inputs.layout import Film
     from megavlm.inputs.patches import Image, LoadedImage
+    from megavlm.inputs.sounds import Sound
 
 # --- Records
 
@@ -201,6 +202,7 @@ class Sample:
     source: int = 0  # index of its data set
     # The texts of a record of pairs or of a preference, in the order of their tokens and images; else empty.
     members: tuple[Member, ...] = ()
+    sounds: tuple[Sound, ...] = ()  # in the order of their tokens
 
     def __len__(self) -> int:
         return len(self.tokens)

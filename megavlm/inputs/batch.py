@@ -1,8 +1,8 @@
 """`MicroBatch`: text, image sizes, and the patches of the images that this rank encodes; also the key/value cache.
 
 Legend: B sequences, S positions per sequence, N images, P patches, D values of a patch (channels × patch side²),
-F image features, each of which replaces one image token. Of the key/value cache: L positions of capacity,
-G key/value heads, E head width.
+F image features, each of which replaces one image token, T mel frames of sounds, M mel bins. Of the key/value cache: L
+positions of capacity, G key/value heads, E head width.
 """
 
 from __future__ import annotations
@@ -94,6 +94,27 @@ class ImageBatch:
     def select(self, chosen: Mask) -> ImageBatch:
         """Return a batch of the images that are True in `chosen` [N]; their patches are copied."""
         return ImageBatch(self.sizes.select(chosen), self.patches[torch.from_numpy(self.sizes.patch_rows(chosen))])
+
+
+@dataclass(frozen=True, eq=False)
+class SoundBatch:
+    """The sounds of a micro-batch, in the order of their audio tokens. All ranks of a model replica have them.
+
+    Context-parallel ranks encode all sounds, and each takes the features of its part of the text.
+    """
+
+    frames: tuple[int, ...]  # mel frames of each sound
+    mels: Tensor  # [T, M] fp32: log-mel features of all sounds
+    positions: Tensor  # [N] int64: audio tokens' indices into the flattened [B·S] …
+    rows: Tensor  # [N] int64: … and their features' indices among those of all sounds
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {"mels": self.mels, "sound_positions": self.positions, "sound_rows": self.rows}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> SoundBatch:
+        """Return the sounds with these tensors, by the names of `tensors`."""
+        return SoundBatch(self.frames, *(tensors[name] for name in self.tensors()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +258,7 @@ class MicroBatch:
     features: LocalFeatures | None = None  # set once a colocated encoder has run
     continuation: Continuation | None = None  # set while answers are generated
     context: ContextPart | None = None  # None: the text is of whole rows
+    sounds: SoundBatch | None = None  # None: none, or the model hears none
 
     @classmethod
     def of_images(cls, images: ImageBatch) -> MicroBatch:
@@ -266,6 +288,8 @@ class MicroBatch:
         found["positions"] = _distinct_rows(self.text.positions)
         if self.images is not None and not self.images.patches.is_meta:
             found["patches"] = self.images.patches
+        if self.sounds is not None:
+            found |= self.sounds.tensors()
         if self.features is not None:
             found["local_positions"] = self.features.positions
         if self.context is not None:
@@ -289,7 +313,8 @@ class MicroBatch:
             context = replace(context, tokens=tensors["row_tokens"], images=dealt)
         copied: dict[str, Any] = {name: tensors[name] for name in self.text.tensors() if name in tensors}
         text = replace(self.text, **copied)
-        return replace(self, text=text, images=images, features=features, context=context)
+        sounds = None if self.sounds is None else self.sounds.with_tensors(tensors)
+        return replace(self, text=text, images=images, sounds=sounds, features=features, context=context)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on `device`. `cu_seqlens`, which the host reads, stays on the host to avoid synchronisation."""

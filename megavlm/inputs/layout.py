@@ -1,4 +1,4 @@
-"""Layout of an image or a video, known before its pixels are read: tiles, image tokens and prompt text."""
+"""Layout of an image, a video or a sound, known before its pixels are read: tiles, image tokens and prompt text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Film:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tiles and text of one image of `size` (height, width), or frame groups and text of a video.
+    """Tiles and text of one image of `size` (height, width), frame groups and text of a video, or text of a sound.
 
     `arrangement` is the (rows, columns) of tiles that the resized image is cut into, (0, 0) if it is not cut. Some
     families add a tile with the whole image. `tiles` are in the order of their pixels in the batch.
@@ -65,6 +65,7 @@ class Layout:
     arrangement: tuple[int, int]
     prompt: Prompt
     film: Film | None = None  # of a video
+    frames: int = 0  # mel frames of a sound, which has no tiles
 
     @property
     def features(self) -> int:

@@ -19,6 +19,7 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt, Tile
 from megavlm.inputs.patches import patchify
 from megavlm.inputs.resize import Pixels, Size, resize, shortest_edge
+from megavlm.inputs.sounds import SoundProcessor
 from megavlm.inputs.video import VideoProcessor
 from megavlm.inputs.vision_inputs import RGB, VisionInput
 
@@ -47,6 +48,7 @@ class Processor(ABC):
     image_token: str = "<image>"
     fast: bool = False  # resize with torch: some values in a million are off by two, see `resize`
     video: VideoProcessor | None = None  # None: the model's videos are not known here
+    sounds: SoundProcessor | None = None  # None: the model hears nothing
     vision_input: VisionInput = RGB  # the content of files, and the channels that the model gets
 
     @abstractmethod

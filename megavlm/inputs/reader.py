@@ -226,7 +226,7 @@ def square(size: Size, name: str) -> int:
     return size[0]
 
 
-def require_model_value(options: Json, name: str, expected: int) -> None:
+def require_model_value(options: Json, name: str, expected: float) -> None:
     """Raise UserError if an option of the file contradicts the model's config."""
     if options.get(name, expected) != expected:
         raise UserError(

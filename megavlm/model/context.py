@@ -13,7 +13,8 @@ from megavlm.arch.dims import RowSplit
 from megavlm.arch.image_tokens import TileGroup, smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
-from megavlm.arch.layers import is_merged
+from megavlm.arch.layers import PATCH_EMBED, is_merged
+from megavlm.arch.sounds import positions_of
 from megavlm.arch.workload import window_patches
 from megavlm.config.derived import (
     attends_both_ways,
@@ -27,6 +28,7 @@ from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.context_parts import followers, order_of
 from megavlm.inputs.batch import Continuation, MicroBatch
+from megavlm.model.audio import SoundLayout
 from megavlm.model.context_attention import causal_spans
 from megavlm.model.delta_rule import Sequences
 from megavlm.model.language import add_features
@@ -49,8 +51,28 @@ class MicroBatchContext:
     device: torch.device
     wants_logits: bool = False  # whether the output layer returns logits instead of the loss
     top: int | None = None  # the output layer returns `token_statistics` with so many likeliest tokens
-    # [S(/TP), B, H] each: inputs of multi-token prediction in addition to hidden states (`states_before`)
+    # What chunks pass on in addition to hidden states (`states_before`): the features of sounds, then inputs of
+    # multi-token prediction (`passed_shape`)
     states: list[Tensor] = field(default_factory=list)
+
+    @cached_property
+    def sound_layout(self) -> SoundLayout:
+        """Return the layout of the packed positions of sounds."""
+        multiple = sequence_multiple("audio", self.config, tp=self.groups.dims.tp)
+        frames = () if self.batch.sounds is None else self.batch.sounds.frames
+        return SoundLayout.of(frames, chunk=self.config.model.audio.chunk_frames, multiple=multiple)
+
+    @cached_property
+    def sound_packing(self) -> Packing:
+        """Return the sequences of audio layers, which are chunks of sounds."""
+        return packed(self.sound_layout.bounds, self.device, usual=positions_of(self.config.model.audio.chunk_frames))
+
+    def merged_sounds(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions of audio tokens in this part of the text, [N], and their features, [N, H]."""
+        sounds = self.batch.sounds
+        if sounds is None:
+            return torch.empty(0, dtype=torch.int64, device=features.device), features[:0, 0]
+        return sounds.positions, features[:, 0].index_select(0, sounds.rows)
 
     @cached_property
     def layout(self) -> VisionLayout:
@@ -274,8 +296,12 @@ class MicroBatchContext:
     def hidden_shape(self, name: str) -> tuple[int, int, int]:
         """Return the shape of the hidden states that layer `name` reads, on this tensor-parallel rank."""
         model, reads = self.config.model, layer_kind(name).reads
+        shards = self.groups.dims.tp if sequence_parallel(self.config) else 1
+        if reads is Stream.FRAMES:
+            return self.sound_layout.bounds[-1] // shards, 1, model.audio.hidden_size
+        if name == PATCH_EMBED:  # after sounds, none of which are hidden states
+            return 0, 1, model.vision.hidden_size
         if reads is Stream.PATCHES:
-            shards = self.groups.dims.tp if sequence_parallel(self.config) else 1
             return self.layout_at(name).bounds[-1] // shards, 1, model.vision.hidden_size
         if reads is Stream.TEXT:
             return self.state_shape
@@ -283,6 +309,11 @@ class MicroBatchContext:
         if self.layout.is_blank:
             (rows,) = tokens_per_image(self.layout.grids, self.tile_groups, model.projector)
         return rows, 1, model.language.hidden_size
+
+    def passed_shape(self, name: str) -> tuple[int, int, int]:
+        """Return the shape of each state that layer `name` receives in addition to hidden states (`states_before`)."""
+        reads = layer_kind(name).reads
+        return self.state_shape if reads is Stream.TEXT else (self.sound_layout.features, 1, self.state_shape[-1])
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

@@ -56,7 +56,8 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
 class Embedding(MegatronModule):
     """Token embedding with features at image tokens: tokens [B, S], features [F, 1, H] → [S(/TP), B, H].
 
-    Without features, these positions hold the embedding of the image token.
+    Without features, these positions hold the embedding of the image token. `sounds` are positions [N] in the flattened
+    [B·S], and the features [N, H] of sounds at them.
     """
 
     def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups, scale: float = 1.0) -> None:
@@ -73,16 +74,20 @@ class Embedding(MegatronModule):
             tp_group=groups.tp,
         )
 
-    def forward(self, text: TextBatch, features: Tensor | None = None) -> Tensor:
+    def forward(
+        self, text: TextBatch, features: Tensor | None = None, sounds: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         embedded = self.word_embeddings(text.tokens)
         if self.scale != 1:
             embedded = embedded * self.scale
+        merged = [] if sounds is None else [sounds]
         if features is not None:
             # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of
             # the pipeline gets its (zero) gradient like on any other micro-batch.
-            positions = text.feature_positions
-            values = features[: positions.numel(), 0].to(embedded.dtype)
-            embedded = embedded.flatten(0, 1).index_copy(0, positions, values).view_as(embedded)
+            merged.append((text.feature_positions, features[: text.feature_positions.numel(), 0]))
+        for positions, values in merged:
+            whole = embedded.flatten(0, 1).index_copy(0, positions, values.to(embedded.dtype))
+            embedded = whole.view_as(embedded)
         hidden = embedded.transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)

@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from megavlm.arch.connector import connector_of
 from megavlm.arch.kinds import for_every_kind, layer_kind
 from megavlm.arch.layers import (
+    AUDIO_EMBED,
+    AUDIO_LAYER,
+    AUDIO_PROJECTOR,
     DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
@@ -32,6 +35,7 @@ from megavlm.arch.objectives import learned_scalars, objective_of
 from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import attends_in_window, has_experts, is_linear, sequence_parallel
 from megavlm.model import specs
+from megavlm.model.audio import AudioEmbed, AudioProjector
 from megavlm.model.connector import Projector
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.language import Embedding, Output, PredictionInput, Representation
@@ -58,9 +62,31 @@ class LayerImpl:
     run: Callable[[VLMChunk, str, Any, MicroBatchContext], Tensor]
 
 
+def _build_audio_embed(builder: LayerBuilder, name: str) -> nn.Module:
+    return AudioEmbed(
+        builder.config.model.audio,
+        dtype=builder.audio.params_dtype,
+        groups=builder.groups,
+        sequence_parallel=sequence_parallel(builder.config),
+    )
+
+
+def _build_audio_layer(builder: LayerBuilder, name: str) -> nn.Module:
+    return specs.vision_layer(builder.config, builder.audio, builder.groups, name)
+
+
+def _build_audio_projector(builder: LayerBuilder, name: str) -> nn.Module:
+    return AudioProjector(
+        builder.config.model,
+        dtype=builder.audio.params_dtype,
+        groups=builder.groups,
+        sequence_parallel=sequence_parallel(builder.config),
+    )
+
+
 def _build_vision_layer(builder: LayerBuilder, name: str) -> nn.Module:
     with building(name, builder.vision, builder.config):
-        return specs.vision_layer(builder.config, builder.vision_layers, builder.groups, number_of(name))
+        return specs.vision_layer(builder.config, builder.vision_layers, builder.groups, name)
 
 
 def _build_language_layer(builder: LayerBuilder, name: str) -> nn.Module:
@@ -130,6 +156,21 @@ def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
     )
 
 
+def _run_audio_embed(chunk: VLMChunk, name: str, hidden: Any, context: MicroBatchContext) -> Tensor:
+    sounds = context.batch.sounds
+    return chunk.parts[name](None if sounds is None else sounds.mels, context.sound_layout)
+
+
+def _run_audio_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    return chunk.run_transformer_layer(name, hidden, rotary=None, packing=context.sound_packing)
+
+
+def _run_audio_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    """Put the features of sounds among the states; return hidden states without rows, as no image has been read."""
+    context.states.append(chunk.parts[name](hidden, context.sound_layout))
+    return context.states[0][:0]
+
+
 def _run_vision_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     vision = context.config.model.vision
     packing = context.image_packing
@@ -195,7 +236,10 @@ def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     part, text, features = chunk.parts[name], context.batch.text, context.batch.features
     if features is None:
-        embedded: Tensor = part(text, None if hidden is None else context.of_this_part(hidden))
+        sounds = None
+        if context.config.model.audio.num_layers:
+            sounds = context.merged_sounds(context.states.pop())
+        embedded: Tensor = part(text, None if hidden is None else context.of_this_part(hidden), sounds)
     else:
         assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"
         embedded = context.with_features_merged(part(text), features.values[:, 0])
@@ -231,6 +275,9 @@ def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchC
 
 IMPLEMENTATIONS: Mapping[str, LayerImpl] = for_every_kind(
     {
+        AUDIO_EMBED: LayerImpl(_build_audio_embed, _run_audio_embed),
+        AUDIO_LAYER: LayerImpl(_build_audio_layer, _run_audio_layer),
+        AUDIO_PROJECTOR: LayerImpl(_build_audio_projector, _run_audio_projector),
         PATCH_EMBED: LayerImpl(_build_patch_embed, _run_patch_embed),
         VISION_LAYER: LayerImpl(_build_vision_layer, _run_vision_layer),
         VISION_MERGER: LayerImpl(_build_vision_merger, _run_vision_merger),

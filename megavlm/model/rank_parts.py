@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megavlm.arch.ends import Projector
 from megavlm.arch.kinds import KINDS
-from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, VISION_MERGER, kind_of, number_of
+from megavlm.arch.layers import AUDIO_LAYER, LANGUAGE_LAYER, VISION_LAYER, VISION_MERGER, kind_of, number_of, tower_of
 from megavlm.arch.tensor_split import (
     Block,
     HeadSplit,
@@ -42,7 +42,7 @@ def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | 
     if isinstance(layer, Projector):
         split = layer.connector(model).splits(model).get(leaf)
         return None if split is None else split.part(tp, rank)
-    if kind not in (VISION_LAYER, VISION_MERGER, LANGUAGE_LAYER):
+    if kind not in (AUDIO_LAYER, VISION_LAYER, VISION_MERGER, LANGUAGE_LAYER):
         return None
     block, _, leaf = leaf.partition(".")
     if block == "self_attention" and kind == LANGUAGE_LAYER and is_linear(model.language, number_of(key)):
@@ -50,13 +50,13 @@ def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | 
     if block == "self_attention" and kind == LANGUAGE_LAYER and is_latent(model.language):
         return _part_of_latent_attention(leaf, language_split(model.language, tp), rank)
     if block == "self_attention":
-        heads = vision_split(model.vision, tp)
+        heads = vision_split(tower_of(key, model), tp)
         if kind == LANGUAGE_LAYER:
             heads = language_split(of_layer(model.language, number_of(key)), tp)
         padded_at_end = kind != LANGUAGE_LAYER and heads.groups == heads.heads
         return None if padded_at_end or heads.is_even else _part_of_attention(leaf, heads, rank)
     if block == "mlp":
-        vision, language = model.vision, kind == LANGUAGE_LAYER
+        vision, language = tower_of(key, model), kind == LANGUAGE_LAYER
         width = merger_width(vision) if kind == VISION_MERGER else vision.ffn_hidden_size
         gated = language or is_gated(vision)
         return _part_of_mlp(leaf, model.language.ffn_hidden_size if language else width, gated, tp, rank)

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megavlm.arch.connector import connector_of
-from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
+from megavlm.arch.layers import AUDIO_LAYER, LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of, tower_of
 from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, vision_split
 from megavlm.config.derived import (
     attends_in_window,
@@ -86,9 +86,9 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def vision_config(config: Config, *, tp: int) -> TransformerConfig:
-    """Return megatron-core's configuration of the vision tower."""
-    vision = config.model.vision
+def vision_config(config: Config, *, tp: int, name: str = f"{VISION_LAYER}0") -> TransformerConfig:
+    """Return megatron-core's configuration of the encoder that layer `name` belongs to."""
+    vision = tower_of(name, config.model)
     split, ffn = vision_split(vision, tp), mlp_share(vision.ffn_hidden_size, tp) * tp
     return common_config(
         config,
@@ -107,7 +107,7 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
         add_qkv_bias=vision.add_qkv_bias,
         qk_layernorm=vision.qk_norm != "none",
         softmax_scale=vision.softmax_scale,
-        **fp8_fields(config, "vision"),
+        **fp8_fields(config, name.partition(".")[0]),
     )
 
 
@@ -176,6 +176,12 @@ class LayerBuilder:
     ties_locally: bool
 
     @cached_property
+    def audio(self) -> TransformerConfig:
+        """Return the configuration of the audio encoder, with gradient accumulation in its layers."""
+        found = vision_config(self.config, tp=self.groups.dims.tp, name=f"{AUDIO_LAYER}0")
+        return replace(found, **accumulation_fields(self.config, "audio"))
+
+    @cached_property
     def vision(self) -> TransformerConfig:
         """Return the configuration of the vision tower."""
         return vision_config(self.config, tp=self.groups.dims.tp)
@@ -201,9 +207,9 @@ class LayerBuilder:
         return replace(self.language, **accumulation_fields(self.config, "language"))
 
 
-def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
-    """Build vision layer `number` (from 0): bidirectional attention within each packed image or window."""
-    vision = config.model.vision
+def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups, name: str) -> TransformerLayer:
+    """Build a layer of an encoder: bidirectional attention within each packed image, window, or chunk of a sound."""
+    vision = tower_of(name, config.model)
     branch: Any = get_bias_dropout_add
     if vision.layer_scale:
         branch = ModuleSpec(module=LayerScale, params={"config": layer_config})
@@ -213,11 +219,12 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
     elif vision.qk_norm == "full":
         params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
         qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
-    modules = modules_of(f"{VISION_LAYER}{number}", config, groups)
+    modules = modules_of(name, config, groups)
     if vision.post_norms:
         branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})
     split = vision_split(vision, groups.dims.tp)
-    core = LogitAttention if "vision" in clipped_parts(config) else modules.core_attention
+    clips = "vision" in clipped_parts(config) and kind_of(name) != AUDIO_LAYER
+    core = LogitAttention if clips else modules.core_attention
     modules = replace(modules, core_attention=_discarding_padding(core, split, groups.tp.rank()))
     submodules = layer_submodules(
         modules,
@@ -229,7 +236,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
         qkv_bias=vision.add_qkv_bias,
         activation=vision.activation,
     )
-    return _layer(layer_config, submodules, groups, number, TransformerLayer)
+    return _layer(layer_config, submodules, groups, number_of(name), TransformerLayer)
 
 
 def language_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:

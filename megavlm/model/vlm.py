@@ -1,9 +1,10 @@
 """`VLMChunk`: the layers of one pipeline chunk as one module that the schedule runs.
 
-A chunk sends one tensor to the next: packed vision tokens [V(/TP), 1, Hv] inside the tower, image features [F, 1, Hl]
-between projector and embedding, hidden states [S(/TP), B, Hl] after the embedding. If a cut lies between a DeepStack
-merger and the language layer that adds its features, the same tensor also holds the features (`language.pack`). It also
-holds the states for multi-token prediction (`language.PredictionInput`).
+A chunk sends one tensor to the next: packed positions of sounds [A(/TP), 1, Ha], packed vision tokens [V(/TP), 1, Hv]
+inside the tower, image features [F, 1, Hl] between projector and embedding, hidden states [S(/TP), B, Hl] after the
+embedding. If a cut lies between a DeepStack merger and the language layer that adds its features, the same tensor also
+holds the features (`language.pack`). It also holds the features of sounds, from the audio encoder to the embedding, and
+the states for multi-token prediction (`language.PredictionInput`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_view
 from torch import Tensor, nn
 
 from megavlm.arch.layers import (
+    AUDIO_LAYER,
     DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
     OUTPUT,
+    TRANSFORMER_LAYERS,
     VISION_LAYER,
     VISION_MERGER,
     carried_features,
@@ -239,7 +242,7 @@ class VLMChunk(MegatronModule):
         if not self.upstream_trained and torch.is_grad_enabled():
             tensor.grad = torch.zeros_like(tensor)
             tensor = tensor.detach()
-        shapes = [context.feature_shape] * self.carried + [context.state_shape] * self.states
+        shapes = [context.feature_shape] * self.carried + [context.passed_shape(self.names[0])] * self.states
         hidden, others = unpack(tensor, hidden=context.hidden_shape(self.names[0])[1:], carried=shapes)
         context.states.extend(others[self.carried :])
         return hidden if self.hidden_trained else hidden.detach(), others[: self.carried]
@@ -303,18 +306,18 @@ def bare_chunk(chunk: Any) -> VLMChunk:
 
 
 def _shape_before(name: str, carried: int, states: int, context: MicroBatchContext) -> tuple[int, ...]:
-    """Return the shape of the tensor received before layer `name`, with `carried` DeepStack features and `states` of
-    all text positions packed into it.
+    """Return the shape of the tensor received before layer `name`, with `carried` DeepStack features and `states`
+    packed into it.
     """
     hidden = context.hidden_shape(name)
     if not carried and not states:
         return hidden
-    return prod(hidden) + carried * prod(context.feature_shape) + states * prod(context.state_shape), 1, 1
+    return prod(hidden) + carried * prod(context.feature_shape) + states * prod(context.passed_shape(name)), 1, 1
 
 
 def is_padded_for_tp(key: str) -> bool:
     """Return whether a parameter may have TP padding at its end: vocabulary rows, vision heads."""
-    if kind_of(key) in (VISION_LAYER, VISION_MERGER):
+    if kind_of(key) in (AUDIO_LAYER, VISION_LAYER, VISION_MERGER):
         columns = (".self_attention.linear_proj.weight", ".self_attention.linear_proj.lora.o_proj.A")
         return ".self_attention.linear_qkv." in key or key.endswith(columns)
     return key in (TIED_KEY, f"{OUTPUT}.linear.weight")

@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megavlm.arch.layers import part_of
+from megavlm.arch.layers import part_of, tower_of
 from megavlm.arch.tensor_split import vision_split
 from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ModelConfig
@@ -71,9 +71,10 @@ def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_si
         return shape
     if part_of(key) != "vision":
         return (vocab_size, *shape[1:])
-    split = vision_split(model.vision, 1)
+    tower = tower_of(key, model)
+    split = vision_split(tower, 1)
     if key.endswith((".linear_proj.weight", ".A")):  # these read all heads, or the hidden states, which are as wide
-        return (shape[0], model.vision.hidden_size)
+        return (shape[0], tower.hidden_size)
     if is_adapter(key):  # B writes the heads of q, k or v
         return ((split.heads if ".q_proj." in key else split.groups) * split.width, shape[1])
     return (split.local_rows, *shape[1:])
@@ -108,7 +109,7 @@ def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | 
     std = 1 / math.sqrt(shape[0]) if leaf == "image_newline" else model.init_method_std  # LLaVA-NeXT
     ends = ("self_attention.linear_proj.weight", "self_attention.out_proj.weight")
     if key.endswith(ends) or (".mlp." in key and key.endswith("linear_fc2.weight")):
-        layers = model.vision.num_layers if part_of(key) == "vision" else model.language.num_layers
+        layers = tower_of(key, model).num_layers if part_of(key) == "vision" else model.language.num_layers
         std /= math.sqrt(2 * layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 

@@ -40,8 +40,6 @@ from megavlm.arch.layers import (
     LANGUAGE_NORM,
     MTP_NORM,
     OUTPUT,
-    TRANSFORMER_LAYERS,
-    VISION_LAYER,
     kind_of,
 )
 from megavlm.arch.scenario import Scenario
@@ -227,8 +225,8 @@ def touched_bytes(name: str, scenario: Scenario) -> float:
 def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
     """Return the number of operations that the host launches for a layer, forward and backward."""
     kind = kind_of(name)
-    if kind in TRANSFORMER_LAYERS:
-        each = {VISION_LAYER: passes.launches_vision, LANGUAGE_LAYER: passes.launches_language}[kind]
+    if is_transformer(name):
+        each = passes.launches_language if kind == LANGUAGE_LAYER else passes.launches_vision
         more = passes.launches_experts if layer_sizes(name, scenario).routed is not None else (0, 0)
         return each[0] + more[0], each[1] + more[1]
     if kind == OUTPUT:

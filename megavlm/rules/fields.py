@@ -23,7 +23,7 @@ from megavlm.errors import UserError
 from megavlm.rules.elsewhere import value_hint
 
 # The shape of a model is a file format: in these sections, only options that declare a flag have one.
-SHAPE = ("model.vision", "model.projector", "model.language", "model.experts")
+SHAPE = ("model.audio", "model.vision", "model.projector", "model.language", "model.experts")
 # Prefixes of flags of sections whose field names also occur in other sections.
 PREFIXES = {"vision": "vision", "projector": "projector", "language": "language", "lora": "lora", "experts": "moe"}
 

@@ -286,6 +286,29 @@ def images(config: Config) -> Iterator[str]:
             yield f"{problem}, or leave model.projector.anyres_max_tiles out"
 
 
+def sounds(config: Config) -> Iterator[str]:
+    """Check the audio encoder, whose features are merged at tokens of their own, within the pipeline."""
+    model, audio, placement = config.model, config.model.audio, config.placement
+    if not audio.num_layers:
+        return
+    option = f"model.audio.num_layers {audio.num_layers}"
+    if audio.hidden_size % audio.num_attention_heads:
+        heads = audio.num_attention_heads
+        yield indivisible("model.audio.hidden_size", audio.hidden_size, "model.audio.num_attention_heads", heads)
+    for name, size in (("hidden_size", audio.hidden_size), ("chunk_frames", audio.chunk_frames)):
+        if size % 2:
+            yield f"model.audio.{name} {size} is odd: set it to {size + 1}"
+    if model.audio_token is None or model.audio_token in (model.image_token, model.video_token):
+        yield f"{option} needs a token of its own for the features of sounds: set model.audio_token"
+    for name, given in (
+        ("--placement colocated", placement.encoder == "colocated"),
+        (f"--objective {model.objective.kind}", model.objective.kind != "next-token"),
+        ("--qk-clip", "vision" in clipped_parts(config)),
+    ):
+        if given:
+            yield f"{option} and {name} cannot be combined yet: leave one of them out"
+
+
 def connector_takes_the_model(config: Config) -> Iterator[str]:
     """Check that the connector supports the model: M-RoPE, DeepStack and the merger need features in a grid."""
     model = resolve_model(config.model)
@@ -348,6 +371,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     further_tokens,
     sequence_is_not_too_long,
     images,
+    sounds,
     connector_takes_the_model,
     router,
     adapters,

@@ -50,6 +50,8 @@ OPTIONS = {
     "cuts-deepstack": "--pipeline-cuts 3 6 13",
     # … language.layers.0 | … language.mtp.0 | language.layers.3, its norm, language.mtp.1 | the rest
     "cuts-mtp": "--pipeline-cuts 8 12 15",
+    # … audio.layers.0 | … audio.projector | patch_embed, vision 0-1 | the rest
+    "cuts-audio": "--pipeline-cuts 2 4 7",
     "colocated": "--placement colocated",
     # An image, or a few small ones, at a time; all but the last pass are computed again.
     "colocated-passes": "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2",
@@ -93,6 +95,8 @@ FAST = [
     ("tp2-pp2", "cohere", "selective"),
     ("pp2", "latents", "selective"),
     ("pp2-vpp2", "mtp", "cuts-mtp"),
+    ("tp2", "audio", ""),
+    ("pp2-vpp2", "audio", "cuts-audio"),
     ("tp2-pp2-vpp2", "minicpm-v", ""),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
@@ -139,6 +143,7 @@ SLOW = [
             if (layout != "tp2-pp2-dp2" or model in EIGHT_PROCESSES)
             and (layout not in TOO_FEW_PASSES or option != "vision-tp2-passes")
             and ((layout, model) != GEMMA_STAGES or not option)
+            and (model != "audio" or not option)
         ),
         shows,
     ),

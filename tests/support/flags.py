@@ -124,6 +124,10 @@ MODELS = {
     "model.language.kv_lora_rank=20 model.language.q_lora_rank=24 model.language.qk_pos_emb_head_dim=6 "
     "model.language.v_head_dim=10 model.language.rotary_interleaved=true model.language.rope_attention_factor=1.2 "
     "model.language.softmax_scale=0.3",
+    # Sounds of chunks of six frames, of some samples; five heads and an MLP that TP pads.
+    "audio": "--set model.audio.num_layers=2 model.audio.hidden_size=20 model.audio.ffn_hidden_size=35 "
+    "model.audio.num_attention_heads=5 model.audio.mel_bins=12 model.audio.chunk_frames=6 model.audio_token=95 "
+    "data.sound_frames=[9,0,17,4]",
     # Two layers predict further tokens, under positions of images that turn three ways, from a shared embedding.
     "mtp": "--set model.language.mtp_layers=2 model.language.mrope_section=[2,2,2] model.language.num_layers=3 "
     "model.language.tie_embeddings=true model.objective.mtp_loss_scaling_factor=0.7",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -15,6 +16,9 @@ from megavlm.arch.image_tokens import TileGroup, feature_map, grid_of, smallest_
 from megavlm.arch.kind import Band, LayerKind, hidden_weight
 from megavlm.arch.kinds import KINDS, hidden_weight_of
 from megavlm.arch.layers import (
+    AUDIO_EMBED,
+    AUDIO_LAYER,
+    AUDIO_PROJECTOR,
     DEEPSTACK,
     MTP_INPUT,
     MTP_NORM,
@@ -55,13 +59,19 @@ def test_a_kind_without_an_answer_cannot_be_made() -> None:
 def test_every_kind_is_in_the_list_of_layers() -> None:
     names = layer_names(Config().model)
     # Qwen3-VL has the first, MiniCPM-V the second, and models that predict further tokens have the others.
-    assert {kind_of(name) for name in names} == KINDS.keys() - {DEEPSTACK, VISION_MERGER, MTP_INPUT, MTP_NORM}
+    rest = {DEEPSTACK, VISION_MERGER, MTP_INPUT, MTP_NORM}
+    heard = {AUDIO_EMBED, AUDIO_LAYER, AUDIO_PROJECTOR}
+    assert {kind_of(name) for name in names} == KINDS.keys() - rest - heard
+    hearing = replace(Config().model, audio=replace(Config().model.audio, num_layers=2))
+    assert {kind_of(name) for name in layer_names(hearing)} == KINDS.keys() - rest
 
 
 @pytest.mark.parametrize(
     ("key", "kind", "number", "part"),
     [
         ("vision.layers.13", "vision.layers.", 13, "vision"),
+        ("audio.layers.3.mlp.linear_fc1.weight", "audio.layers.", 3, "vision"),
+        ("audio.projector.norm.weight", "audio.projector", 0, "projector"),
         ("vision.layers.1.self_attention.linear_qkv.weight", "vision.layers.", 1, "vision"),
         ("vision.norm", "vision.norm", 0, "vision"),
         ("deepstack.2.norm.bias", "deepstack.", 2, "projector"),
@@ -118,7 +128,7 @@ EXPERTS = (
     "model.experts.shared_ffn_hidden_size=32"
 )
 # Tokens, pixels, a vector of one row, adapters, learned queries and positions, filters of single channels.
-NO_MATRICES = "conv1d. embedding. output.linear patch_embed. gate_weight .lora. queries latents positions conv2".split()
+NO_MATRICES = "conv1d. embedding. output.linear patch_embed. gate_weight .lora. queries latents positions conv".split()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,90 @@
+"""Sounds as a model hears them: log-mel features, as Transformers' WhisperFeatureExtractor computes them.
+
+Legend: n samples of a sound, T mel frames, M mel bins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.arch.sounds import features_of
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Layout, Prompt
+
+if TYPE_CHECKING:  # families are read where torch is not needed, as by the planner
+    from torch import Tensor
+
+RATE = 16_000  # samples a second
+_HOP, _WINDOW = 160, 400  # samples from one frame to the next, and of a frame
+_FLOOR, _RANGE = 1e-10, 8.0  # least power, and how far below the loudest (in powers of ten) quieter ones are raised to
+
+
+@dataclass(frozen=True, eq=False)
+class Sound:
+    """A sound whose number of mel frames is known before its features are made."""
+
+    frames: int
+    mels: Callable[[], Tensor]  # → [T, M] fp32
+
+
+@dataclass(frozen=True)
+class SoundProcessor:
+    """Turns the sounds of one model into mel features and text. `number` is the id of the audio token `text`."""
+
+    bins: int
+    longest: int  # samples of a sound that are read
+    text: str
+    number: int
+    start: str
+    end: str
+
+    def layout(self, samples: int, image_token: str) -> Layout:
+        """Return the prompt of a sound, in whose place the tokenizer sees an image. Raises BadSample for a click."""
+        frames = frames_of(min(samples, self.longest))
+        if not (features := features_of(frames)):
+            raise BadSample(Reason.TOO_NARROW, f"the sound has {samples} samples, too few for a feature")
+        prompt = Prompt(image_token, (self.start, self.end), (features,), self.number)
+        return Layout((frames, self.bins), (), (0, 0), prompt, frames=frames)
+
+    def mels(self, samples: NDArray[np.float32]) -> Tensor:
+        """Return the log-mel features [T, M] fp32 of samples [n] between −1 and 1, of which `longest` are read.
+
+        Silence follows the sound, as in the reference, which fills it up to `longest`. The frames in which the sound
+        ends count for the loudest power, from which the range is measured.
+        """
+        import torch
+
+        given = torch.from_numpy(samples[: self.longest].astype(np.float32, copy=False))
+        padded = torch.nn.functional.pad(given, (0, min(_WINDOW, self.longest - len(given))))
+        spectrum = torch.stft(padded, _WINDOW, _HOP, window=torch.hann_window(_WINDOW), return_complex=True)
+        power = torch.from_numpy(_mel_filters(self.bins)) @ spectrum[:, :-1].abs() ** 2
+        logs = power.clamp(min=_FLOOR).log10()
+        logs = torch.maximum(logs, logs.max() - _RANGE)
+        return ((logs + 4) / 4)[:, : frames_of(len(given))].T.contiguous()
+
+
+def frames_of(samples: int) -> int:
+    """Return the number of mel frames of a sound."""
+    return -(-samples // _HOP)
+
+
+@lru_cache(maxsize=4)
+def _mel_filters(bins: int) -> NDArray[np.float32]:
+    """Return Slaney's triangular filters [M, frequencies], each of area one, between 0 Hz and 8 kHz.
+
+    Mel frequencies are equally far apart in Hz up to 1 kHz, and in octaves above.
+    """
+    step, growth, knee = 200 / 3, math.log(6.4) / 27, 15  # Hz a mel; ln(frequency) a mel, from 1 kHz = 15 mel on
+    mels = np.linspace(0, knee + math.log(RATE / 2 / 1000) / growth, bins + 2)
+    edges = np.where(mels < knee, step * mels, 1000 * np.exp(growth * (mels - knee)))
+    distances = edges[:, None] - np.linspace(0, RATE / 2, _WINDOW // 2 + 1)
+    widths = np.diff(edges)[:, None]
+    filters = np.minimum(-distances[:-2] / widths[:-1], distances[2:] / widths[1:]).clip(min=0)
+    return (filters * (2 / (edges[2:] - edges[:-2]))[:, None]).astype(np.float32)
