@@ -294,6 +294,7 @@ def test_the_balance_loss_is_transformers_where_one_layer_has_experts(single: Si
 
 # What no feature comes from: pooling heads, the last layer of CLIP and the norm of its class token.
 IDLE = {
+    "qwen2_5_omni": 7_168,  # embeddings of tokens around sounds
     "gemma3": 15_238_352,
     "llava": 12_598_272,
     "llava_next": 12_598_272,

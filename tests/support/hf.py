@@ -18,6 +18,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.arch.image_tokens import TileGroup, grid_of, tokens_per_image
 from megavlm.arch.plan import make_plan
+from megavlm.arch.sounds import features_of
 from megavlm.checkpoint import state
 from megavlm.checkpoint.folders import Keep
 from megavlm.checkpoint.hf.hf_files import HfFolder
@@ -33,6 +34,7 @@ from megavlm.families import family_of
 from megavlm.inputs.batch import MicroBatch
 from megavlm.inputs.layout import Film
 from megavlm.inputs.patches import Image, LoadedImage, cells_of, normalised
+from megavlm.inputs.sounds import Sound
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, real_shape
 from megavlm.programs import convert
@@ -89,8 +91,8 @@ def batch_of(
 
 
 def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, seed: int) -> list[Sample]:
-    """For each sample its images, (height, width), and its videos, (frames, height, width), with words before, between
-    and after them.
+    """For each sample its images, (height, width), its videos, (frames, height, width), and its sounds, (mel frames,),
+    with words before, between and after them.
     """
     model = config.model
     image_token, vocabulary = model.image_token, model.language.vocab_size
@@ -102,12 +104,18 @@ def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, s
         words = [
             word
             for word in rng.integers(1, vocabulary, 64).tolist()
-            if word not in (image_token, model.video_token, *model.canvas_tokens)
+            if word not in (image_token, model.video_token, model.audio_token, *model.canvas_tokens)
         ]
+        sounds, sizes = (
+            _sounds([size[0] for size in sizes if len(size) == 1], model, rng),
+            [s for s in sizes if len(s) > 1],
+        )
         seen, groups = tiled(sizes, model)
         held = tuple(_picture(size, model, seed=seed + 10 * number + place) for place, size in enumerate(seen))
         counts = iter(tokens_per_image([grid for each in held for grid in each.grids], groups, model.projector))
         tokens: list[int] = []
+        for sound in sounds:
+            tokens += [words.pop(), *[model.audio_token or 0] * features_of(sound.frames), words.pop()]
         for each, before in zip(groups or held, (None, *(groups or held)), strict=False):
             if isinstance(each, TileGroup) and each.kind != "image":
                 inside = isinstance(before, TileGroup) and before.kind == "frame"
@@ -123,7 +131,7 @@ def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, s
                 for place, _ in enumerate(each.grids):
                     tokens += [words.pop()] * (apart or not place) + [model.video_token] * next(counts)
         tokens += [words.pop() for _ in range(12 + number)]
-        samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups))
+        samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups, sounds=sounds))
     return samples
 
 
@@ -139,11 +147,18 @@ def batch_of_rows(config: Config, rows: Sequence[Sequence[Sample]]) -> MicroBatc
             projector=model.projector,
             patch_dim=model.vision.in_channels * model.vision.patch_size**2,
             video_token=model.video_token,
+            audio_token=model.audio_token,
+            mel_bins=model.audio.mel_bins,
             frames_per_patch=model.vision.temporal_patch_size,
             mrope=bool(model.language.mrope_section),
             canvas_tokens=model.canvas_tokens,
         ),
     )
+
+
+def _sounds(frames: Sequence[int], model: ModelConfig, rng: np.random.Generator) -> tuple[Sound, ...]:
+    mels = (torch.from_numpy(rng.standard_normal((each, model.audio.mel_bins), np.float32)) for each in frames)
+    return tuple(Sound(len(each), lambda each=each: each) for each in mels)  # type: ignore[misc]
 
 
 def marked(image: Image | LoadedImage, counts: Iterator[int], model: ModelConfig) -> list[int]:

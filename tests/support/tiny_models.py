@@ -189,7 +189,21 @@ def _of(kind: Any, vision: Any, text: Any, **top: Any) -> dict[str, Any]:
 
 
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+# Chunks of six frames; heads of 10 channels, 28 and 36 in the others' widths.
+OMNI: dict[str, Any] = {
+    "audio_config": {
+        **{"model_type": "qwen2_5_omni_audio_encoder", "num_mel_bins": 12, "encoder_layers": 2, "d_model": 30},
+        **{"encoder_attention_heads": 3, "encoder_ffn_dim": 44, "n_window": 3, "output_dim": 32},
+    },
+    **{"image_token_index": 60, "video_token_index": 59, "audio_token_index": 56, "vision_start_token_id": 58},
+}
 MODELS: dict[str, dict[str, Any]] = {
+    "omni": _of(
+        "qwen2_5_omni_thinker",
+        {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1, 3]},
+        QWEN_VL,
+        **{"tie_word_embeddings": False, **OMNI},
+    ),
     "llava": _of("llava", {**CLIP, "hidden_act": "quick_gelu"}, LLAMA, image_token_index=60),
     "llava-tied": _of(
         "llava", CLIP, {**MISTRAL, "head_dim": 16}, image_token_index=60, vision_feature_layer=-1, **TIED
@@ -419,6 +433,8 @@ IMAGES: dict[str, Any] = {
     "minicpmv": (
         *([[((16, 32), (2, 3), (32, 16)), (48, 16)], [(32, 32)]], [[], [((16, 16), (1, 2), (16, 32))]], [[], []]),
     ),
+    # Sounds of one feature, of whole chunks, and of one and a half, with images, without, and none.
+    "omni": (*([[(17,), (24, 40), (8, 8)], [(4,), (12,)]], [[(9,)], []], [[], []], [[(24, 40)], [(18,), (5,)]]),),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
     **dict.fromkeys(
         ("qwen", "cosmos3", "glm", "exaone", "paddleocr", "kimi"),
@@ -456,7 +472,7 @@ def _at_layouts(name: str) -> Any:
         return (*images, [[], [(16, 8)]])
     if name.startswith("minicpmv"):
         return (*images, [[], [(16, 32)]])
-    if name.startswith(("llava-onevision", "smolvlm", "idefics3")):
+    if name.startswith(("llava-onevision", "smolvlm", "idefics3", "omni")):
         return images
     return (images[0], images[-1])
 

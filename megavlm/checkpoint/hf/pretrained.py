@@ -256,10 +256,14 @@ def with_pretrained_model(config: Config, *, weights: bool = True) -> Config:
             experts = _experts(model.experts, pretrained)
             _agree("experts", model.experts, experts, pretrained)
             model = replace(model, experts=experts)
+        if pretrained.parts == ALL_PARTS:
+            _agree("audio", model.audio, pretrained.model.audio, pretrained)
+            model = replace(model, audio=pretrained.model.audio)
         if "projector" in pretrained.parts:
             whole = pretrained.model
             model = replace(
                 model,
+                audio_token=whole.audio_token,
                 image_token=whole.image_token,
                 video_token=whole.video_token,
                 video_steps_per_second=whole.video_steps_per_second,

@@ -32,19 +32,19 @@ _SETTINGS: dict[str, Expected] = {
     **_each(
         TEXT,
         "model_type hidden_act norm_type vision_feature_select_strategy vision_aspect_ratio "
-        "projector_hidden_act hidden_activation downsample_mode",
+        "projector_hidden_act hidden_activation downsample_mode activation_function",
     ),
-    **_each(_LAYERS, "num_hidden_layers depth"),
+    **_each(_LAYERS, "num_hidden_layers depth encoder_layers"),
     **_each(
         _WIDTH,
         "hidden_size intermediate_size out_hidden_size projection_dim embed_dim moe_intermediate_size "
         "shared_expert_intermediate_size alignment_intermediate_size kv_lora_rank q_lora_rank projection_hidden_size "
-        "mm_hidden_size",
+        "mm_hidden_size d_model encoder_ffn_dim output_dim",
     ),
     **_each(
         _HEADS,
         "num_attention_heads num_key_value_heads num_heads linear_num_key_heads linear_num_value_heads "
-        "num_global_key_value_heads",
+        "num_global_key_value_heads encoder_attention_heads",
     ),
     **_each(
         whole(1, 2**14),
@@ -67,12 +67,14 @@ _SETTINGS: dict[str, Expected] = {
     **_each(
         _TOKEN,
         "image_token_id image_token_index video_token_id video_token_index image_start_id image_end_id slice_start_id "
-        "slice_end_id newline_id media_placeholder_token_id",
+        "slice_end_id newline_id media_placeholder_token_id audio_token_id audio_token_index",
     ),
     "insert_layer_id": _LAYER,
     **_each(_SQUARE, "merge_kernel_size window_kernel_size"),
     "merger_times": whole(1, 64),
-    "tokens_per_second": number(1e-3, 1e6),
+    **_each(number(1e-3, 1e6), "tokens_per_second position_id_per_seconds"),
+    "num_mel_bins": whole(1, 2**12),
+    "n_window": whole(1, 2**16),
     **_each(_SQUARE, "image_size patch_size temporal_patch_size"),
     **_each(
         whole(1, 64),

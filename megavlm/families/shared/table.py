@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HFRows:
-    """`count` consecutive rows of the Hugging Face tensor `name`, from row `start` on."""
+    """`count` consecutive rows of the Hugging Face tensor `name`, from row `start` on; without a name, zeros."""
 
     name: str
     start: int
@@ -56,7 +56,7 @@ def _shapes(rows: list[HFRows], columns: Shape) -> dict[str, Shape]:
     heights = Counter[str]()
     for each in rows:
         heights[each.name] += each.count
-    return {name: (height, *columns) for name, height in heights.items()}
+    return {name: (height, *columns) for name, height in heights.items() if name}
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ class QKV:
     """Rule that fuses query, key and value tensors: queries, key and value of each of `groups` key/value heads.
 
     With N query heads of width D in G groups: G · (N/G·D + D + D) rows; `parts` "qk" has no values. `order` says for
-    each row of a query's or key's head which row of the head it is in the file; empty: the same.
+    each row of a query's or key's head which row of the head it is in the file; empty: the same. Rows of the parts
+    `missing` are zeros and in no file: softmax does not depend on a bias of keys.
     """
 
     hf_pattern: str  # names with {} for q, k and v
@@ -157,14 +158,15 @@ class QKV:
     head_width: int
     parts: str = "qkv"
     order: tuple[int, ...] = ()
+    missing: str = ""
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        return tuple(self.hf_pattern.format(part) for part in self.parts)
+        return tuple(self.hf_pattern.format(part) for part in self.parts if part not in self.missing)
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
         width = self.head_width
-        query, *others = self.hf_names
+        query, *others = (self.hf_pattern.format(part) if part not in self.missing else "" for part in self.parts)
         queries = shape[0] // self.groups - len(others) * width  # rows of one group's query heads
         rows = []
         for group in range(self.groups):
@@ -257,12 +259,12 @@ class RowPair:
 def row_pairs(hf_rows: list[HFRows], start: int, stop: int) -> Iterator[RowPair]:
     """Yield the pairs of equal rows for a slice [start, stop) of a megatron-core tensor made up of `hf_rows`.
 
-    Row numbers of the slice count from `start`; rows past `hf_rows` are padding and are in no pair.
+    Row numbers of the slice count from `start`; rows past `hf_rows` are padding and are in no pair, as are zeros.
     """
     first = 0
     for each in hf_rows:
         low, high = max(start, first), min(stop, first + each.count)
-        if low < high:
+        if low < high and each.name:
             shift = each.start - first
             yield RowPair(each.name, slice(low - start, high - start), slice(low + shift, high + shift))
         first += each.count
