@@ -83,7 +83,7 @@ def frames(source: Source, numbers: Sequence[int], *, max_pixels: int) -> Iterat
         if numbers[-1] >= len(index.marks):
             raise BadSample(Reason.TRUNCATED, f"the clip has {len(index.marks)} frames, and had more when it was read")
         wanted = [index.marks[number] for number in numbers]
-        convert = _pyav().video.reformatter.VideoReformatter()  # one for all frames: each sets up tables of its own
+        convert = pyav().video.reformatter.VideoReformatter()  # one for all frames: each sets up tables of its own
         for frame in _decoded(container, stream, index, wanted):
             yield _upright(convert.reformat(frame, format="rgb24", threads=1).to_ndarray(), frame.rotation)
 
@@ -170,9 +170,9 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
 @contextmanager
 def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open a clip within this context, and raise BadSample in place of PyAV's errors."""
-    av = _pyav()
+    av = pyav()
     try:
-        file = _file(source)
+        file = opened_file(source)
     except OSError as error:
         raise BadSample(Reason.MISSING, f"the clip cannot be opened: {error}") from error
     is_clip = False
@@ -208,8 +208,8 @@ def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, V
             raise BadSample(reason, f"{what} ({type(error).__name__}: {str(error)[:200]})") from error
 
 
-def _file(source: Source) -> IO[bytes]:
-    """Return a clip as an open file: PyAV would interpret a name as a URL or a playlist."""
+def opened_file(source: Source) -> IO[bytes]:
+    """Return a clip or a sound as an open file: PyAV would interpret a name as a URL or a playlist."""
     if isinstance(source, FileRange):
         return source.open()
     content = content_of(source)
@@ -222,10 +222,11 @@ def _upright(pixels: Pixels, rotation: float) -> Pixels:
     return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
 
 
-def _pyav() -> Any:
+def pyav() -> Any:
+    """Return PyAV. Raises UserError if it is not installed."""
     try:
         import av
     except ImportError as error:
-        raise UserError("videos need PyAV: pip install av (the extra `video`)") from error
+        raise UserError("videos and sounds need PyAV: pip install av (the extra `video`)") from error
     av.logging.set_level(None)  # a damaged clip is reported with its record, not by lines of a library
     return av

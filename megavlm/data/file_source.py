@@ -161,7 +161,8 @@ class FilesSource(Encoder, Source):
         return Sample(
             tokens=encoded.tokens,
             trained=encoded.trained,
-            images=tuple(self.visuals.load(images, image, augmentation) for image in encoded.images),
+            images=tuple(self.visuals.load(images, each, augmentation) for each in encoded.images if not each.frames),
+            sounds=tuple(self.visuals.sound(images, each) for each in encoded.images if each.frames),
             tile_groups=encoded.tile_groups,
             source=encoded.source,
             members=encoded.members,

@@ -57,13 +57,14 @@ class Encoder:
             train_on="last" if self.compares else config.data.train_on,
             enable_thinking=config.data.enable_thinking,
             model_type=model_type(tokenizer_path(config)),
-            reserved=(self.processor.video.text,) if self.processor.video is not None else (),
+            reserved=tuple(each.text for each in (self.processor.video, self.processor.sounds) if each is not None),
             videos_as_text=self.processor.video is not None and self.processor.video.as_text,
         )
         self.vocab_size = config.model.language.vocab_size
         self.image_token = self.tokenizer.image
-        sees = has_vision(config.model)
-        self.feature_tokens = (self.image_token, *filter(None, [config.model.video_token])) if sees else ()
+        sees, model = has_vision(config.model), config.model
+        read = (self.image_token, *filter(None, [model.video_token, model.audio_token]))
+        self.feature_tokens = read if sees else ()
         self.pad_token = self.tokenizer.pad
         self.max_pixels = config.data.max_image_pixels
         self.visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config), sees)
@@ -186,11 +187,13 @@ class Encoder:
 
     def _loaded(self, tokens: NDArray[np.int64], images: Sequence[Visual], layouts: Sequence[Layout]) -> Sample:
         """Return a sample without trained tokens, with the patches of all its images. Raises BadSample."""
+        wanted = [stored(*each) for each in enumerate(layouts)]
         return Sample(
             tokens=tokens,
             trained=np.zeros(len(tokens), dtype=np.bool_),
-            images=tuple(self.visuals.load(images, stored(*each)) for each in enumerate(layouts)),
+            images=tuple(self.visuals.load(images, each) for each in wanted if not each.frames),
             tile_groups=self._tile_groups(layouts),
+            sounds=tuple(self.visuals.sound(images, each) for each in wanted if each.frames),
         )
 
     def film_of(self, video: VideoRef) -> Film:
@@ -223,7 +226,9 @@ class Encoder:
             tile_groups=self._tile_groups([layout for _, layout in shown]),
             source=source,
             cost=self._costs.cost(
-                length=len(piece), grids=[grid for image in images for grid in image.grids], images=len(images)
+                length=len(piece),
+                grids=[grid for image in images for grid in image.grids],
+                images=sum(not image.frames for image in images),
             ),
         )
 

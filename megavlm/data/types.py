@@ -50,19 +50,26 @@ class VideoRef:
     fps: float | None = None
 
 
-Visual = ImageRef | VideoRef
+@dataclass(frozen=True)
+class SoundRef:
+    """A sound that has not been opened: its encoded bytes, or a file whose path has been checked."""
+
+    source: bytes | Path | StoredFile
+
+
+Visual = ImageRef | VideoRef | SoundRef  # what a text has beside words; sounds are handled as images and videos are
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message of one speaker: text, images and videos, in order. Plain text is one turn of the role `text`."""
+    """A message of one speaker: text, images, videos, sounds, in order. Plain text is one turn of the role `text`."""
 
     role: Role
     parts: tuple[str | Visual, ...]
 
     @property
     def images(self) -> tuple[Visual, ...]:
-        """Return the images and videos of the turn, in order."""
+        """Return the images, videos and sounds of the turn, in order."""
         return tuple(part for part in self.parts if not isinstance(part, str))
 
 
@@ -88,7 +95,7 @@ class Conversation:
 
     @property
     def images(self) -> tuple[Visual, ...]:
-        """Return the images and videos of all turns, in order."""
+        """Return the images, videos and sounds of all turns, in order."""
         return tuple(image for turn in self.turns for image in turn.images)
 
 
@@ -154,13 +161,14 @@ class SampleCost:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image or a video whose header has been read, but not its pixels."""
+    """An image or a video whose header has been read, but not its pixels; or a sound of known length."""
 
-    number: int  # index among the images and videos of its record
+    number: int  # index among the images, videos and sounds of its record
     # (rows, columns) in patches of the image, of each of its tiles, or of each group of a video's frames
     grids: tuple[tuple[int, int], ...]
     arrangement: tuple[int, int]  # (rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut
     film: Film | None = None  # of a video
+    frames: int = 0  # mel frames of a sound
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +177,7 @@ class EncodedSample:
 
     tokens: NDArray[np.int64]  # [L]
     trained: NDArray[np.bool_]  # [L]; the tokens that the model learns to predict (the answers)
-    images: tuple[StoredImage, ...]
+    images: tuple[StoredImage, ...]  # sounds among them
     tile_groups: tuple[TileGroup, ...]
     source: int
     cost: SampleCost

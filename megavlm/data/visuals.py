@@ -17,13 +17,25 @@ from torch import Tensor
 from megavlm.data import clips
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
 from megavlm.data.decode import MAX_PIXELS, decode, size_of
-from megavlm.data.types import WITHOUT_VISION, Conversation, ImageRef, Picture, Sample, StoredImage, VideoRef, Visual
+from megavlm.data.sounds import decode_sound
+from megavlm.data.types import (
+    WITHOUT_VISION,
+    Conversation,
+    ImageRef,
+    Picture,
+    Sample,
+    SoundRef,
+    StoredImage,
+    VideoRef,
+    Visual,
+)
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Film, Layout
 from megavlm.inputs.patches import LoadedImage
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.resize import Pixels
+from megavlm.inputs.sounds import Sound, SoundProcessor
 from megavlm.inputs.video import Budget, Clip, VideoProcessor
 from megavlm.inputs.vision_inputs import RGB
 
@@ -51,7 +63,7 @@ class Visuals:
         if visuals and not self.sees:
             raise UserError(WITHOUT_VISION)
         images = sum(isinstance(visual, ImageRef) for visual in visuals)
-        numbers = {ImageRef: count(), VideoRef: count()}
+        numbers = {ImageRef: count(), VideoRef: count(), SoundRef: count()}
         return [
             self.processor.numbered(self._layout(visual, images), next(numbers[type(visual)])) for visual in visuals
         ]
@@ -64,6 +76,7 @@ class Visuals:
         if isinstance(visual, VideoRef):
             patches = self._film(visual, wanted)
         else:
+            assert isinstance(visual, ImageRef), "`sound` loads sounds"
             images = sum(isinstance(each, ImageRef) for each in visuals)
             pixels = self._pixels(visual)
             if augmentation is not None:
@@ -71,7 +84,19 @@ class Visuals:
             patches = torch.cat(self.processor.tiles(pixels, images=images))
         return LoadedImage(wanted.grids, patches, wanted.arrangement, wanted.film)
 
+    def sound(self, visuals: Sequence[Visual], wanted: StoredImage) -> Sound:
+        """Return the sound `wanted` of a record's `visuals` with its features. Raises BadSample."""
+        visual = visuals[wanted.number]
+        assert isinstance(visual, SoundRef)
+        mels = self._sounds.mels(decode_sound(visual.source, longest=self._sounds.longest))
+        if len(mels) != wanted.frames:
+            raise BadSample(Reason.CORRUPT, f"the sound has {len(mels)} frames, and had {wanted.frames} before")
+        return Sound(wanted.frames, lambda: mels)
+
     def _layout(self, visual: Visual, images: int) -> Layout:
+        if isinstance(visual, SoundRef):  # no header tells the length of an mp3 exactly
+            samples = len(decode_sound(visual.source, longest=self._sounds.longest))
+            return self._sounds.layout(samples, self.processor.image_token)
         if isinstance(visual, ImageRef):
             return self.processor.layout(*self._size(visual), images=images)
         if isinstance(visual.source, tuple):  # extracted frames: all are used, if the budget allows it
@@ -104,6 +129,12 @@ class Visuals:
         else:
             made = [frame(pixels) for pixels in clips.frames(video.source, numbers, max_pixels=self.max_pixels)]
         return self._videos.patches(made)
+
+    @property
+    def _sounds(self) -> SoundProcessor:
+        if self.processor.sounds is None:
+            raise BadSample(Reason.UNSUPPORTED, "it has a sound, and models of this family hear none")
+        return self.processor.sounds
 
     @property
     def _videos(self) -> VideoProcessor:
@@ -183,8 +214,9 @@ def unpatchified(
 
 
 def stored(number: int, layout: Layout) -> StoredImage:
-    """Return the `StoredImage` of image or video `number` of a record, from its layout."""
-    return StoredImage(number, tuple(tile.grid for tile in layout.tiles), layout.arrangement, layout.film)
+    """Return the `StoredImage` of image, video or sound `number` of a record, from its layout."""
+    grids = tuple(tile.grid for tile in layout.tiles)
+    return StoredImage(number, grids, layout.arrangement, layout.film, layout.frames)
 
 
 @dataclass(frozen=True)

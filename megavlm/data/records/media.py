@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from megavlm.config.messages import shown
 from megavlm.data.decode import resolve_inside
-from megavlm.data.types import ImageRef, VideoRef
+from megavlm.data.types import ImageRef, SoundRef, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import Escapes, FileRange, plain
 from megavlm.storage.transfer import StoredFile
@@ -107,6 +107,11 @@ def _from_base64(text: str) -> ImageRef:
         return ImageRef(base64.b64decode("".join(text.split()), validate=True))
     except (binascii.Error, ValueError) as error:
         raise BadSample(Reason.CORRUPT, f"{shown(text)} is not base64: {error}") from error
+
+
+def sound_of(value: Any, find: FindFile) -> SoundRef:
+    """Return the sound in the value of a record's field. Raises BadSample if the value holds no readable sound."""
+    return SoundRef(image_of(value, find).source)
 
 
 def video_of(value: Any, find: FindVideo, fps: Any = None) -> VideoRef:

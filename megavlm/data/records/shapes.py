@@ -161,7 +161,7 @@ SHAPES = {
     )
 }
 # Tags in texts that stand for values of other fields (ms-swift, LLaMA-Factory); they are not supported.
-_UNFILLED = {"<audio>": ("audios", "audio"), "<bbox>": ("objects",), "<ref-object>": ("objects",)}
+_UNFILLED = {"<bbox>": ("objects",), "<ref-object>": ("objects",)}
 _NO_CONTENT = ("id", "ids", "fps")  # not hashed: copies of a record may have different ids
 
 

@@ -3,7 +3,7 @@
 A turn has `from` and `value`, or `role` and `content` (or `text`), or is an exchange: `user` (`human`) and `assistant`.
 An `<image>` in a text stands for the next entry of the record's `image` or `images`; the parts of a message may also
 contain images directly. A `<video>` stands for the next entry of `video` or `videos`, and so does `<image>` in a
-record of videos without images (LLaVA-Video).
+record of videos without images (LLaVA-Video). An `<audio>` stands for the next entry of `audio` or `audios`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.messages import shown
-from megavlm.data.records.media import PLACES, VIDEO_PLACES, FindFile, FindVideo, image_of, no_videos, video_of
+from megavlm.data.records.media import (
+    PLACES,
+    VIDEO_PLACES,
+    FindFile,
+    FindVideo,
+    image_of,
+    no_videos,
+    sound_of,
+    video_of,
+)
 from megavlm.data.types import Conversation, Role, Turn, Visual
 from megavlm.inputs.bad_sample import BadSample, Reason
 
-TAG, VIDEO_TAG = "<image>", "<video>"
-_KINDS = {TAG: "images", VIDEO_TAG: "videos"}
-VISUALS = ("image", "images", "video", "videos", "fps")  # fields of a record of any kind
+TAG, VIDEO_TAG, AUDIO_TAG = "<image>", "<video>", "<audio>"
+_KINDS = {TAG: "images", VIDEO_TAG: "videos", AUDIO_TAG: "audios"}
+VISUALS = ("image", "images", "video", "videos", "audio", "audios", "fps")  # fields of a record of any kind
 
 _ROLES: dict[str, Role] = {
     "human": "user",
@@ -38,27 +47,28 @@ _EXCHANGE: dict[str, Role] = {"user": "user", "human": "user", "assistant": "ass
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _VIDEO_PARTS = ("video", "video_url", "input_video")
+_AUDIO_PARTS = ("audio", "audio_url", "input_audio")
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A placeholder in a turn for an image or video of the record that has not been assigned yet."""
+    """A placeholder in a turn for an image, video or sound of the record that has not been assigned yet."""
 
     tag: str
 
 
-SLOT, VIDEO_SLOT = _Slot(TAG), _Slot(VIDEO_TAG)
+SLOT, VIDEO_SLOT, AUDIO_SLOT = _Slot(TAG), _Slot(VIDEO_TAG), _Slot(AUDIO_TAG)
 Parts = list[str | Visual | _Slot]
 Turns = list[tuple[Role, Parts]]
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Looks up the images and videos that a record names. Without `has_videos`, <video> in its texts is plain text."""
+    """Looks up the images and videos that a record names. Tags in its texts other than `tags` are plain text."""
 
     find: FindFile
     find_video: FindVideo
-    has_videos: bool
+    tags: tuple[str, ...]
 
 
 def conversation(
@@ -68,14 +78,16 @@ def conversation(
 
     `find` looks up an image by its name, `find_video` a video. Raises BadSample.
     """
-    turns = read(Reader(find, find_video, has_videos=bool(listed(record, "videos", "video"))))
+    held = {TAG: True, VIDEO_TAG: listed(record, "videos", "video"), AUDIO_TAG: listed(record, "audios", "audio")}
+    turns = read(Reader(find, find_video, tuple(tag for tag, files in held.items() if files)))
     return _placed(turns, *visuals_of(record, find, find_video))
 
 
-def visuals_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) -> tuple[list[Visual], list[Visual]]:
-    """Return the images and the videos in a record's image and video fields. Raises BadSample."""
+def visuals_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) -> tuple[list[Visual], ...]:
+    """Return the images, the videos and the sounds in a record's fields. Raises BadSample."""
     videos = [video_of(video, find_video, record.get("fps")) for video in listed(record, "videos", "video")]
-    return [image_of(image, find) for image in listed(record, "images", "image")], [*videos]
+    sounds = [sound_of(sound, find) for sound in listed(record, "audios", "audio")]
+    return [image_of(image, find) for image in listed(record, "images", "image")], [*videos], [*sounds]
 
 
 def text_turn(record: Mapping[str, Any], find: FindFile, find_video: FindVideo = no_videos) -> Turn:
@@ -163,7 +175,7 @@ def parts_of(content: Any, find: Reader) -> Parts:
         case str():
             if re.search("<img>[^<>]+</img>", content):  # of Qwen-VL's first version
                 raise BadSample(Reason.NOT_A_RECORD, "it has <img>PATH</img>: write <image>, and the path in `image`")
-            return _split(content, videos=find.has_videos)
+            return _split(content, find.tags)
         case Mapping():
             return _part(content, find)
         case list():
@@ -177,22 +189,25 @@ def _part(part: Mapping[str, Any], find: Reader) -> Parts:
         text = part.get("text")
         if not isinstance(text, str):
             raise BadSample(Reason.NOT_A_RECORD, f"a part of type text holds {shown(text)}")
-        return _split(text, videos=find.has_videos)
+        return _split(text, find.tags)
     if kind in _IMAGE_PARTS:
         return [image_of(part, find.find) if any(part.get(place) is not None for place in PLACES) else SLOT]
     if kind in _VIDEO_PARTS:
         has_own = any(part.get(place) is not None for place in VIDEO_PLACES)
         return [video_of(part, find.find_video, part.get("fps")) if has_own else VIDEO_SLOT]
-    raise BadSample(Reason.UNSUPPORTED, f"a part of type {shown(kind)}: only text, images and videos are read")
+    if kind in _AUDIO_PARTS:
+        named = next((part[place] for place in (*_AUDIO_PARTS, *PLACES) if part.get(place) is not None), None)
+        return [AUDIO_SLOT if named is None else sound_of(named, find.find)]
+    raise BadSample(Reason.UNSUPPORTED, f"a part of type {shown(kind)}: only text, images, videos and audio are read")
 
 
-def _split(text: str, *, videos: bool) -> Parts:
+def _split(text: str, tags: Sequence[str]) -> Parts:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which no tokenizer accepts
         raise BadSample(Reason.NOT_A_RECORD, f"{shown(text)} is not valid Unicode: {error}") from error
-    pieces = re.split(f"({TAG}|{VIDEO_TAG})" if videos else f"({TAG})", text)
-    slots = {TAG: SLOT, VIDEO_TAG: VIDEO_SLOT}
+    pieces = re.split(f"({'|'.join(tags)})", text)
+    slots = {TAG: SLOT, VIDEO_TAG: VIDEO_SLOT, AUDIO_TAG: AUDIO_SLOT}
     return [slots[piece] if number % 2 else piece for number, piece in enumerate(pieces)]
 
 
@@ -205,18 +220,19 @@ def listed(record: Mapping[str, Any], *fields: str) -> list[Any]:
     return []
 
 
-def _placed(turns: Turns, images: Sequence[Visual], videos: Sequence[Visual]) -> Conversation:
-    """Return the conversation with placeholders replaced by images and videos; without placeholders these come first.
+def _placed(turns: Turns, images: Sequence[Visual], videos: Sequence[Visual], sounds: Sequence[Visual]) -> Conversation:
+    """Return the conversation with placeholders replaced by images, videos and sounds; without placeholders these come
+    first.
 
-    Raises BadSample if there are not as many images, or videos, as placeholders.
+    Raises BadSample if there are not as many images, videos or sounds as placeholders.
     """
     pieces = [piece for _, parts in turns for piece in parts]
     slots = [piece for piece in pieces if isinstance(piece, _Slot)]
     own = sum(not isinstance(piece, str | _Slot) for piece in pieces)
-    visuals = [*images, *videos]
+    visuals = [*images, *videos, *sounds]
     if visuals and not slots and not own:
         role, speaker = next((turn for turn in turns if turn[0] in ("user", "text")), turns[0])
-        slots = [SLOT] * len(images) + [VIDEO_SLOT] * len(videos)
+        slots = [SLOT] * len(images) + [VIDEO_SLOT] * len(videos) + [AUDIO_SLOT] * len(sounds)
         speaker[:0] = [piece for slot in slots for piece in (slot, "" if role == "text" else "\n")]
     if videos and not images and VIDEO_SLOT not in slots:
         rest = {SLOT: iter(videos), VIDEO_SLOT: iter(())}
@@ -224,6 +240,7 @@ def _placed(turns: Turns, images: Sequence[Visual], videos: Sequence[Visual]) ->
     else:
         rest = {SLOT: iter(images), VIDEO_SLOT: iter(videos)}
         wanted = {TAG: len(images), VIDEO_TAG: len(videos)}
+    rest[AUDIO_SLOT], wanted[AUDIO_TAG] = iter(sounds), len(sounds)
     for tag, count in wanted.items():
         found = sum(slot.tag == tag for slot in slots)
         if found != count and not (not slots and own == len(visuals)):

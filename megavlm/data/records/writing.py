@@ -31,7 +31,7 @@ from megavlm.data.records.opening import is_tars, open_records
 from megavlm.data.records.tar_sample import ARRAYS
 from megavlm.data.records.tars import indexed
 from megavlm.data.records.turns import TAG, VIDEO_TAG
-from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
+from megavlm.data.types import Conversation, ImageRef, SoundRef, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.files import check_folder, open_new, open_to_append, replace_file
 from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
@@ -185,6 +185,8 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
         if isinstance(visual, VideoRef):
             files, video = _video(visual, name)
             videos.append(video)
+        elif isinstance(visual, SoundRef):
+            raise BadSample(Reason.UNSUPPORTED, "it has a sound, which tars do not hold yet: train on the records")
         else:
             data = _bytes(visual)
             look(data)

@@ -69,7 +69,7 @@ class Task:
         """Return a question's images, then its videos. Raises BadSample if one is missing or outside the root."""
         if not question.pictures:
             return []
-        images, videos = visuals_of(self.raw.records.read(question.number), self.raw.find, self.raw.find_video)
+        images, videos, _ = visuals_of(self.raw.records.read(question.number), self.raw.find, self.raw.find_video)
         return [*images, *videos]
 
     def conversation(self, question: TaskQuestion, system: str | None) -> Conversation:
