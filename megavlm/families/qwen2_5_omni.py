@@ -23,8 +23,13 @@ from megavlm.families.shared.vision import qkv
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import Json, require_model_value
 from megavlm.inputs.sounds import RATE, SoundProcessor
+from megavlm.json_files import number, whole
 
 IMAGE, AUDIO = "<|IMAGE|>", "<|AUDIO|>"
+_RANGES = {
+    **dict.fromkeys(("chunk_length", "feature_size", "sampling_rate", "hop_length", "n_fft"), whole(1, 2**20)),
+    **dict.fromkeys(("dither", "padding_value"), number(-1, 1)),
+}
 _SOUNDS = {"sampling_rate": RATE, "hop_length": 160, "n_fft": 400, "dither": 0.0, "padding_value": 0.0}
 _MARKS = {"start": "<|vision_bos|>", "end": "<|vision_eos|>"}
 _TYPES = ("qwen2_5_omni_thinker", "qwen2_5_omni")
@@ -91,13 +96,13 @@ def _audio(sounds: Settings, outputs: int) -> AudioConfig:
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     """Return Qwen2.5-VL's table with queries, keys and values apart, and that of the audio encoder."""
     names = qwen2_vl.table(model, prefixes)
-    for number in range(model.vision.num_layers):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefixes.vision}blocks.{number}."
+    for place in range(model.vision.num_layers):
+        layer, hf_layer = f"{VISION_LAYER}{place}.", f"{prefixes.vision}blocks.{place}."
         names |= qkv(f"{layer}self_attention.linear_qkv", f"{hf_layer}attn.{{}}", model.vision, bias=True)
     tower, prefix = audio_tower(model), f"{prefixes.vision.removesuffix('visual.')}audio_tower."
     heads, width = tower.num_attention_heads, tower.hidden_size // tower.num_attention_heads
-    for number in range(tower.num_layers):
-        layer, hf_layer = f"{AUDIO_LAYER}{number}.", f"{prefix}layers.{number}."
+    for place in range(tower.num_layers):
+        layer, hf_layer = f"{AUDIO_LAYER}{place}.", f"{prefix}layers.{place}."
         attention, pattern = f"{layer}self_attention.", f"{hf_layer}self_attn.{{}}_proj."
         names |= {
             f"{attention}linear_qkv.weight": QKV(f"{pattern}weight", heads, width),
@@ -156,7 +161,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=inputs,
-    image_processors=(replace(qwen_vl.PROCESSOR, model_types=_TYPES, build=build_processor),),
+    image_processors=(replace(qwen_vl.PROCESSOR, model_types=_TYPES, build=build_processor, ranges=_RANGES),),
     image_text=IMAGE,
     unused=(r".*audio_tower\.audio_bos_eos_token\.weight", r"talker\..*", r"token2wav\..*"),
     name_prefixes=(

@@ -184,10 +184,15 @@ def video_class_of(options: Json) -> str | None:
 
 
 def class_of(preprocessor_config: Json) -> tuple[str, Json]:
-    """Return the short name of the image processor class in a file, and its options, which newer files nest."""
+    """Return the short name of the image processor class in a file, and its options, which newer files nest.
+
+    Options of a feature extractor of sounds are among them, as in older files.
+    """
     given = preprocessor_config.get("image_processor", preprocessor_config)
     if not isinstance(given, Mapping):
         raise UserError("image_processor in processor_config.json is no object: correct it, or copy the file again")
+    if isinstance(of_sounds := preprocessor_config.get("feature_extractor"), Mapping):
+        given = {**of_sounds, **given}
     code = given.get("auto_map")
     own = code.get("AutoImageProcessor") if isinstance(code, Mapping) else None
     name = str(given.get("image_processor_type") or given.get("feature_extractor_type") or own).rpartition(".")[2]
