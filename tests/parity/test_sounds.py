@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import wave
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from megavlm.data.collate import mrope_positions
+from megavlm.config.schema import DataConfig, DatasetConfig
+from megavlm.data.collate import CollateSpec, collate, mrope_positions
+from megavlm.data.file_source import FilesSource
 from megavlm.data.sounds import decode_sound
+from megavlm.data.types import Segment
 from megavlm.inputs.sounds import RATE, SoundProcessor
+from tests.support import hf
+from tests.support.gates import hold
+from tests.support.harness import Single, difference
+from tests.support.processors import PIXELS, picture
 from tests.support.tiny_models import tiny
+from tests.support.tokenizers import byte_level
 
 SECONDS = 2
 PROCESSOR = SoundProcessor(bins=128, longest=SECONDS * RATE, text="", number=0, start="", end="")
@@ -23,6 +35,15 @@ def tone(samples: int, *, seed: int = 0) -> np.ndarray:
     """Noise under a tone that ends abruptly."""
     rng = np.random.default_rng(seed)
     return (0.4 * np.sin(np.arange(samples) / 7) + 0.01 * rng.standard_normal(samples)).astype(np.float32)
+
+
+def write_wav(path: Path, samples: np.ndarray, rate: int) -> None:
+    """Write samples [n, channels] of 16 bits."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(samples.shape[1])
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(samples.tobytes())
 
 
 @pytest.mark.parametrize("samples", [1, 399, 1600, 20_003, SECONDS * RATE - 100, SECONDS * RATE, SECONDS * RATE + 999])
@@ -63,14 +84,81 @@ def test_positions_of_sounds_count_as_those_of_text() -> None:
 def test_files_are_read_at_16_khz(tmp_path: Path) -> None:
     """Two channels at 48 kHz, of which one is silent; the samples of a file at 16 kHz come back as they are."""
     given = (tone(4800) * 32767).astype(np.int16)
-    for name, rate, channels in (("same.wav", RATE, 1), ("other.wav", 3 * RATE, 2)):
-        with wave.open(str(tmp_path / name), "wb") as file:
-            file.setnchannels(channels)
-            file.setsampwidth(2)
-            file.setframerate(rate)
-            file.writeframes(np.stack([given, 0 * given][:channels], axis=1).tobytes())
+    write_wav(tmp_path / "same.wav", given[:, None], RATE)
+    write_wav(tmp_path / "other.wav", np.stack([given, 0 * given], axis=1), 3 * RATE)
     assert np.array_equal(decode_sound(tmp_path / "same.wav", longest=RATE), given / np.float32(32768))
     other = decode_sound(tmp_path / "other.wav", longest=RATE)
     assert len(other) == pytest.approx(1600, abs=20)
     assert np.abs(other).max() == pytest.approx(0.2, rel=0.2)
     assert len(decode_sound(tmp_path / "same.wav", longest=1000)) == 1000
+
+
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>{% elif part['type'] == 'audio' %}\
+<|audio_bos|><|AUDIO|><|audio_eos|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+MARKS = "<|endoftext|> <|im_start|> <|im_end|> <|vision_bos|> <|vision_eos|> <|IMAGE|> <|VIDEO|> <|audio_bos|> "
+MARKS += "<|audio_eos|> <|AUDIO|>"
+TALK = ("What is in the picture? ", "Is it blue? ", "A cat and a dog.")
+
+
+def test_a_record_gives_the_logits_that_transformers_gives(single: Single, tmp_path: Path) -> None:
+    """A sound, an image and another sound in one question; Transformers' positions, mel features and pixels."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(MARKS.split()), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    known = tokenizer.get_vocab()
+    marks = {"image": "<|IMAGE|>", "video": "<|VIDEO|>", "audio": "<|AUDIO|>"}
+    theirs = tiny(
+        "omni",
+        vision={"patch_size": 14, "window_size": 56},
+        text={"vocab_size": len(tokenizer) + 3},
+        **{f"{kind}_token_index": known[mark] for kind, mark in marks.items()},
+        **{"vision_start_token_id": known["<|vision_bos|>"], "audio_start_token_id": known["<|audio_bos|>"]},
+    )
+    folder = hf.save(theirs, tmp_path / "hf")
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    images = Qwen2VLImageProcessorPil(patch_size=14, size=PIXELS)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=12, chunk_length=SECONDS)
+    (folder / "preprocessor_config.json").write_text(json.dumps({**extractor.to_dict(), **images.to_dict()}))
+
+    image, samples = (
+        Image.fromarray(picture(60, 90)),
+        [(tone(n, seed=n) * 32767).astype(np.int16) for n in (5000, 3333)],
+    )
+    image.save(tmp_path / "a.png")
+    for number, each in enumerate(samples):
+        write_wav(tmp_path / f"{number}.wav", each[:, None], RATE)
+    question = f"<audio>{TALK[0]}<image>{TALK[1]}<audio>"
+    said = [{"role": "user", "content": question}, {"role": "assistant", "content": TALK[2]}]
+    record = {"messages": said, "images": ["a.png"], "audios": ["0.wav", "1.wav"]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
+
+    config = hf.config_for(folder, seq_length=160)
+    config = replace(config, data=DataConfig(datasets=(DatasetConfig(path=str(tmp_path / "train.jsonl")),)))
+    source = FilesSource(config)
+    (encoded,) = source.encode(0).samples
+    sample = source.load(Segment(0, encoded))
+    batch = collate([[sample]], CollateSpec.of(config, source, seq_length=160))
+    (logits,) = hf.engine_for(config, folder, single).schedule.logits([batch])
+
+    mels = extractor(
+        [each / np.float32(32768) for each in samples],
+        **{"sampling_rate": RATE, "padding": "max_length", "return_attention_mask": True, "return_tensors": "pt"},
+    )
+    pixels = images(images=[image], return_tensors="pt")
+    counts = [int(((length - 1) // 2 + 1 - 2) // 2 + 1) for length in mels["attention_mask"].sum(-1)]
+    heard = [f"<|audio_bos|>{'<|AUDIO|>' * count}<|audio_eos|>" for count in counts]
+    seen = f"<|vision_bos|>{'<|IMAGE|>' * int(pixels['image_grid_thw'].prod() // 4)}<|vision_eos|>"
+    text = f"<|im_start|>user\n{heard[0]}{TALK[0]}{seen}{TALK[1]}{heard[1]}<|im_end|>\n"
+    given = tokenizer(f"{text}<|im_start|>assistant\n{TALK[2]}<|im_end|>\n", return_tensors="pt")
+    assert given["input_ids"][0].tolist() == sample.tokens.tolist()
+    inputs = {"input_features": mels["input_features"], "feature_attention_mask": mels["attention_mask"]}
+    with torch.no_grad():
+        expected = theirs(
+            given["input_ids"], attention_mask=given["attention_mask"], **inputs, **pixels, use_cache=False
+        ).logits
+    hold(hf.family_in(folder), "record", difference(logits[:, : len(sample)], expected, "logits"))
