@@ -75,6 +75,13 @@ def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
     )
 
 
+def sound_work(frames: Sequence[int], model: ModelConfig) -> dict[str, int]:
+    """Return the fields of a workload that sounds of so many mel frames have."""
+    chunks = [positions_of(length) for each in frames for length in chunk_lengths(each, model.audio.chunk_frames)]
+    squares = sum(length**2 for length in chunks)
+    return {"frames": sum(chunks), "frame_squares": squares, "sounds": sum(map(features_of, frames))}
+
+
 def typical_workload(config: Config) -> Workload:
     """Return the workload of one sample with the configured lengths and image sizes.
 
@@ -90,9 +97,7 @@ def typical_workload(config: Config) -> Workload:
     counts = [rows * columns for rows, columns in grids]
     window = window_patches(config.model)
     tokens = config.train.seq_length
-    hears = config.model.audio.num_layers > 0
-    clips, chunk = data.sound_frames or (USUAL_FRAMES * hears,), config.model.audio.chunk_frames
-    chunks = [positions_of(length) for frames in clips for length in chunk_lengths(frames, chunk)]
+    sounds = data.sound_frames or (USUAL_FRAMES * (config.model.audio.num_layers > 0),)
     return Workload(
         patches=images * sum(counts) // len(sides),
         patch_squares=images * sum(count**2 for count in counts) // len(sides),
@@ -102,9 +107,7 @@ def typical_workload(config: Config) -> Workload:
         token_squares=tokens**2,
         sliding_squares=sliding_squares(tokens, config.model.language.window_size),
         trained_tokens=tokens,
-        frames=sum(chunks) // len(clips),
-        frame_squares=sum(length**2 for length in chunks) // len(clips),
-        sounds=sum(map(features_of, clips)) // len(clips),
+        **{name: count // len(sounds) for name, count in sound_work(sounds, config.model).items()},
     )
 
 

@@ -50,7 +50,7 @@ def unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
     if word in keys:
         return f"unknown option {plain(word)}: it is a key: write {SET} {keys[word]}=VALUE"
     known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations)), *keys]
-    aside = [option.spelled for option in options() if option.registers]
+    aside = [option.spelled for option in options() if option.registers or option.section == "model.audio"]
     hint = elsewhere.exact_hint(word, written=_as_typed) or did_you_mean(word, known, aside=aside, written=_as_typed)
     hint = hint or elsewhere.hint(word, written=_as_typed)
     return f"unknown option {plain(word)}{hint or ': --help-all lists all options'}"

@@ -25,7 +25,14 @@ from megavlm.rules.elsewhere import value_hint
 # The shape of a model is a file format: in these sections, only options that declare a flag have one.
 SHAPE = ("model.audio", "model.vision", "model.projector", "model.language", "model.experts")
 # Prefixes of flags of sections whose field names also occur in other sections.
-PREFIXES = {"vision": "vision", "projector": "projector", "language": "language", "lora": "lora", "experts": "moe"}
+PREFIXES = {
+    "audio": "audio",
+    "vision": "vision",
+    "projector": "projector",
+    "language": "language",
+    "lora": "lora",
+    "experts": "moe",
+}
 
 _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping of texts"}
 _PLURALS = {int: "integers", str: "texts"}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.arch.objectives import objective_of
-from megavlm.arch.workload import image_workload, sliding_squares
+from megavlm.arch.workload import image_workload, sliding_squares, sound_work
 from megavlm.config.derived import has_experts
 from megavlm.config.schema import ModelConfig
 from megavlm.data.types import StepData
@@ -167,6 +167,9 @@ class Counts:
     features: float = 0
     token_squares: float = 0
     sliding_squares: float = 0
+    frames: float = 0
+    frame_squares: float = 0
+    sounds: float = 0
     read: float = 0  # samples read, including skipped ones
     skipped: float = 0  # samples skipped
     split: float = 0  # samples of which a part was skipped
@@ -179,7 +182,7 @@ class Counts:
 
 
 def counts_of(step: StepData, groups: Groups, model: ModelConfig) -> Counts:
-    """Return the tokens, images and FLOPs of a step on the reader of a replica, and zeros on its other ranks."""
+    """Return the counts of a step on the reader of a replica, and zeros on its other ranks."""
     if not groups.is_reader:
         return Counts()
     grids = [grid for batch in step.batches for grid in batch.image_sizes.grids]
@@ -197,6 +200,7 @@ def counts_of(step: StepData, groups: Groups, model: ModelConfig) -> Counts:
         features=images.features,
         token_squares=sum(length * length for length in lengths),
         sliding_squares=sum(sliding_squares(length, model.language.window_size) for length in lengths),
+        **sound_work([each for batch in step.batches if batch.sounds for each in batch.sounds.frames], model),
         read=step.read,
         skipped=sum(not skip.partly for skip in step.skipped),
         split=sum(skip.partly for skip in step.skipped),
