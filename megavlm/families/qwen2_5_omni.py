@@ -14,6 +14,7 @@ from megavlm.config.derived import audio_tower
 from megavlm.config.schema import AudioConfig, ModelConfig
 from megavlm.families import qwen2_vl
 from megavlm.families.shared import qwen_vl
+from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.qwen_vl import with_defaults
@@ -163,6 +164,7 @@ FAMILY = Family(
     inputs=inputs,
     image_processors=(replace(qwen_vl.PROCESSOR, model_types=_TYPES, build=build_processor, ranges=_RANGES),),
     image_text=IMAGE,
+    chat_template=CHATML,
     unused=(r".*audio_tower\.audio_bos_eos_token\.weight", r"talker\..*", r"token2wav\..*"),
     name_prefixes=(
         NamePrefixes(vision="model.visual.", language="model.language_model."),

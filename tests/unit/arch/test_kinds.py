@@ -128,7 +128,7 @@ EXPERTS = (
     "model.experts.shared_ffn_hidden_size=32"
 )
 # Tokens, pixels, a vector of one row, adapters, learned queries and positions, filters of single channels.
-NO_MATRICES = "conv1d. embedding. output.linear patch_embed. gate_weight .lora. queries latents positions conv".split()
+NO_MATRICES = "conv1d. embedding. output.linear _embed. gate_weight .lora. queries latents positions conv2".split()
 
 
 @pytest.fixture(scope="module")
