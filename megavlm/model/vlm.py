@@ -31,7 +31,6 @@ from megavlm.arch.layers import (
     EMBEDDING,
     LANGUAGE_LAYER,
     OUTPUT,
-    TRANSFORMER_LAYERS,
     VISION_LAYER,
     VISION_MERGER,
     carried_features,
