@@ -1,4 +1,4 @@
-"""Number of image tokens of an image, for the model, the data, the planner and the image processors.
+"""Number of tokens of an image or a sound, for the model, the data, the planner and the image processors.
 
 An image is one or more grids of patches (its tiles, if the model cuts images into tiles). The projector turns each grid
 into features, and each feature takes the place of one image token. `tokens_per_grid` says how many features a grid has;
@@ -11,6 +11,9 @@ than `max_tiles` tiles; each of its rows ends with a newline. The base tile's fe
 tile alone ends with one newline. A frame of a video is one tile, whose features are resized to half their side, and one
 newline ends the video. `megavlm/model/vision_ops.py` arranges the features. All of it is as in Transformers'
 LlavaOnevision.
+
+A sound of n mel frames, 100 a second, is cut into chunks. A convolution with a stride of two turns a chunk into
+positions, which attend to one another within the chunk. The mean of every two positions is a feature: 25 a second.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ Tiling = Callable[[tuple[int, int]], tuple[int, int]]
 
 # Maps whose sides would shrink by no more than this factor are left as they are.
 _TOLERATED = 1.1
+
+BLANK = 4  # mel frames of the silence that a micro-batch without sounds sends through the encoder
 
 
 @dataclass(frozen=True)
@@ -150,3 +155,18 @@ def tokens_per_image(grids: Sequence[Grid], groups: Sequence[TileGroup], project
     assert all(grid == (grids[0][0], grids[0][0]) for grid in grids), "tiles are square and of one size"
     side = math.isqrt(features[0]) if features else 0
     return [tokens_per_tiled_image(group, side, max_tiles=projector.anyres_max_tiles) for group in groups]
+
+
+def chunk_lengths(frames: int, chunk: int) -> list[int]:
+    """Return the lengths of the chunks of a sound in mel frames, of which only the last may be shorter."""
+    return [min(chunk, frames - start) for start in range(0, frames, chunk)]
+
+
+def positions_of(frames: int) -> int:
+    """Return the number of positions of a sound, or of a chunk, of so many mel frames."""
+    return (frames + 1) // 2
+
+
+def features_of(frames: int) -> int:
+    """Return the number of features (= audio tokens) of a sound; a position without a partner at its end has none."""
+    return positions_of(frames) // 2

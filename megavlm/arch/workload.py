@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megavlm.arch.image_tokens import Grid, tokens_per_grid
-from megavlm.arch.sounds import chunk_lengths, features_of, positions_of
+from megavlm.arch.image_tokens import Grid, chunk_lengths, features_of, positions_of, tokens_per_grid
 from megavlm.config.derived import has_vision, tower_merge, usual_side
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 

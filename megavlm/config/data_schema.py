@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from megavlm.config.audio_schema import AUDIO
 from megavlm.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -25,6 +24,7 @@ from megavlm.config.option import (
     option,
 )
 from megavlm.config.registry import SourceSections
+from megavlm.config.vision_schema import AUDIO
 
 SYNTHETIC = Needs(lambda config: data_kind(config) == "synthetic", "except on synthetic data", "use --data synthetic")
 TEACHER = Needs(lambda config: config.data.teacher is not None, "without a teacher", "set data.teacher=DIR")

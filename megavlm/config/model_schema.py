@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from megavlm.config.audio_schema import AUDIO, AudioConfig
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.option import (
     AT_LEAST_0,
@@ -21,7 +20,7 @@ from megavlm.config.option import (
 )
 from megavlm.config.registry import ConnectorSections, ObjectiveSections
 from megavlm.config.transformer_schema import LanguageConfig
-from megavlm.config.vision_schema import VisionConfig
+from megavlm.config.vision_schema import AUDIO, AudioConfig, VisionConfig
 
 ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
 PAIRED = ("dpo", "ipo", "orpo", "simpo")  # objectives that compare two answers to a prompt

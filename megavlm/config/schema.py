@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from megavlm.config.audio_schema import AudioConfig
 from megavlm.config.data_schema import DataConfig, DatasetConfig
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, PlacementConfig, PrecisionConfig
@@ -44,6 +43,7 @@ from megavlm.config.option import (
     key_only,
     option,
 )
+from megavlm.config.vision_schema import AudioConfig
 
 # The seeds that all random generators of a run accept; numpy has the tightest bound.
 SEEDS = Valid("between 0 and 2**32 − 1", lambda value: 0 <= value < 2**32)

@@ -1,4 +1,4 @@
-"""Decode the frames of untrusted video files, one at a time, or raise BadSample with the reason.
+"""Decode the frames of untrusted video files, one at a time, and sound files, or raise BadSample with the reason.
 
 `probe` reads a clip's packets without decoding them. So it finds the time of each frame, also for variable frame rates,
 and that the clip has an end. `frames` decodes the requested frames: it decodes forward, seeks to a key frame if that
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from megavlm.data.decode import content_of
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.sounds import RATE
 from megavlm.inputs.video import Clip, rate_of
 from megavlm.paths import FileRange
 from megavlm.storage.transfer import StoredFile
@@ -44,6 +45,10 @@ _SAYS_WHAT_IS_UNUSED = ("h264", "mpeg4", "mpeg2video", "mpeg1video")
 _OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,ivf,h264,hevc,m4v,"
     "gif,nut,mxf",
+    "protocol_whitelist": "none",
+}
+_SOUND_OPTIONS = {
+    "format_whitelist": "wav,flac,mp3,ogg,mov,mp4,m4a,matroska,webm,aiff,aac",
     "protocol_whitelist": "none",
 }
 
@@ -83,9 +88,40 @@ def frames(source: Source, numbers: Sequence[int], *, max_pixels: int) -> Iterat
         if numbers[-1] >= len(index.marks):
             raise BadSample(Reason.TRUNCATED, f"the clip has {len(index.marks)} frames, and had more when it was read")
         wanted = [index.marks[number] for number in numbers]
-        convert = pyav().video.reformatter.VideoReformatter()  # one for all frames: each sets up tables of its own
+        convert = _pyav().video.reformatter.VideoReformatter()  # one for all frames: each sets up tables of its own
         for frame in _decoded(container, stream, index, wanted):
             yield _upright(convert.reformat(frame, format="rgb24", threads=1).to_ndarray(), frame.rotation)
+
+
+def sound(source: Source, *, longest: int) -> NDArray[np.float32]:
+    """Return the first `longest` samples [n] of a sound, at 16 kHz, between −1 and 1; channels are averaged.
+
+    Raises BadSample if the file is missing, damaged or no sound; UserError without PyAV.
+    """
+    av, found, count = _pyav(), list[NDArray[np.float32]](), 0
+    try:
+        file = _file(source)
+    except OSError as error:
+        raise BadSample(Reason.MISSING, f"the sound cannot be opened: {error}") from error
+    with file:
+        try:
+            with av.open(file, options=_SOUND_OPTIONS) as container:
+                if not container.streams.audio:
+                    raise BadSample(Reason.NO_FRAMES, "the file has no sound")
+                resampler = av.AudioResampler(format="fltp", rate=RATE)  # channels apart
+                for frame in container.decode(container.streams.audio[0]):
+                    found += [part.to_ndarray().mean(0) for part in resampler.resample(frame)]
+                    count += frame.samples * RATE / frame.sample_rate
+                    if count > longest + RATE:  # the resampler holds back less than a second
+                        break
+                else:
+                    found += [part.to_ndarray().mean(0) for part in resampler.resample(None)]
+        except BadSample:
+            raise
+        except (av.error.FFmpegError, OSError, ValueError, OverflowError, RuntimeError, MemoryError) as error:
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            raise BadSample(Reason.CORRUPT, f"the sound cannot be decoded ({why})") from error
+    return np.concatenate([np.empty(0, np.float32), *found])[:longest]
 
 
 def _decoded(
@@ -170,9 +206,9 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
 @contextmanager
 def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open a clip within this context, and raise BadSample in place of PyAV's errors."""
-    av = pyav()
+    av = _pyav()
     try:
-        file = opened_file(source)
+        file = _file(source)
     except OSError as error:
         raise BadSample(Reason.MISSING, f"the clip cannot be opened: {error}") from error
     is_clip = False
@@ -208,7 +244,7 @@ def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, V
             raise BadSample(reason, f"{what} ({type(error).__name__}: {str(error)[:200]})") from error
 
 
-def opened_file(source: Source) -> IO[bytes]:
+def _file(source: Source) -> IO[bytes]:
     """Return a clip or a sound as an open file: PyAV would interpret a name as a URL or a playlist."""
     if isinstance(source, FileRange):
         return source.open()
@@ -222,7 +258,7 @@ def _upright(pixels: Pixels, rotation: float) -> Pixels:
     return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
 
 
-def pyav() -> Any:
+def _pyav() -> Any:
     """Return PyAV. Raises UserError if it is not installed."""
     try:
         import av

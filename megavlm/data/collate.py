@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.arch.image_tokens import Grid, tokens_per_image
+from megavlm.arch.image_tokens import Grid, features_of, tokens_per_image
 from megavlm.arch.objectives import objective_of
-from megavlm.arch.sounds import features_of
 from megavlm.config.derived import has_vision
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.data.tokenizers import NO_IMAGE

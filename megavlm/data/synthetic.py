@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
-from megavlm.arch.sounds import features_of
+from megavlm.arch.image_tokens import TileGroup, Tiling, features_of, grid_of, tokens_per_image
 from megavlm.config.derived import has_vision, usual_side
 from megavlm.config.schema import Config
 from megavlm.data.source import ComputedSource, generator

@@ -17,7 +17,6 @@ from torch import Tensor
 from megavlm.data import clips
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
 from megavlm.data.decode import MAX_PIXELS, decode, size_of
-from megavlm.data.sounds import decode_sound
 from megavlm.data.types import (
     WITHOUT_VISION,
     Conversation,
@@ -88,14 +87,14 @@ class Visuals:
         """Return the sound `wanted` of a record's `visuals` with its features. Raises BadSample."""
         visual = visuals[wanted.number]
         assert isinstance(visual, SoundRef)
-        mels = self._sounds.mels(decode_sound(visual.source, longest=self._sounds.longest))
+        mels = self._sounds.mels(clips.sound(visual.source, longest=self._sounds.longest))
         if len(mels) != wanted.frames:
             raise BadSample(Reason.CORRUPT, f"the sound has {len(mels)} frames, and had {wanted.frames} before")
         return Sound(wanted.frames, lambda: mels)
 
     def _layout(self, visual: Visual, images: int) -> Layout:
         if isinstance(visual, SoundRef):  # no header tells the length of an mp3 exactly
-            samples = len(decode_sound(visual.source, longest=self._sounds.longest))
+            samples = len(clips.sound(visual.source, longest=self._sounds.longest))
             return self._sounds.layout(samples, self.processor.image_token)
         if isinstance(visual, ImageRef):
             return self.processor.layout(*self._size(visual), images=images)

@@ -1,6 +1,7 @@
 """The two ends of the audio encoder, and the layout of sounds in its packed sequence.
 
-As in Qwen2.5-Omni: convolutions, sinusoidal positions and attention end with each chunk of a sound (`arch/sounds.py`).
+As in Qwen2.5-Omni: convolutions, sinusoidal positions and attention end with each chunk of a sound
+(`arch/image_tokens.py`).
 
 Legend: T mel frames of all sounds, M mel bins, C chunks, A positions and padding, Ha width, Fa features of sounds.
 """
@@ -20,8 +21,9 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from megavlm.arch.sounds import BLANK, chunk_lengths, features_of, positions_of
+from megavlm.arch.image_tokens import BLANK, chunk_lengths, features_of, positions_of
 from megavlm.config.schema import AudioConfig, ModelConfig
+from megavlm.inputs.batch import SoundBatch
 from megavlm.parallel.groups import Groups
 
 _PERIODS = 10000.0  # the longest sinusoid is so many times as long as the shortest
@@ -41,9 +43,10 @@ class SoundLayout:
     is_blank: bool
 
     @classmethod
-    def of(cls, frames: tuple[int, ...], *, chunk: int, multiple: int) -> SoundLayout:
-        """Return the layout of sounds of so many mel frames; `multiple` divides the number of positions."""
-        is_blank, frames = not frames, frames or (BLANK,)
+    def of(cls, sounds: SoundBatch | None, *, chunk: int, multiple: int) -> SoundLayout:
+        """Return the layout of sounds in chunks of so many mel frames; `multiple` divides the number of positions."""
+        found = () if sounds is None else sounds.frames
+        is_blank, frames = not found, found or (BLANK,)
         chunks = tuple(length for each in frames for length in chunk_lengths(each, chunk))
         return cls(frames, chunks, -sum(map(positions_of, chunks)) % multiple, is_blank)
 
@@ -64,6 +67,16 @@ class SoundLayout:
         starts = torch.tensor([0, *accumulate(map(positions_of, self.frames))][:-1])
         number = torch.arange(self.features) - (counts.cumsum(0) - counts).repeat_interleave(counts)
         return (starts.repeat_interleave(counts) + 2 * number).to(device, non_blocking=True)
+
+
+def merged_sounds(sounds: SoundBatch | None, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions of audio tokens in this part of the text, [N], and their features, [N, Hl].
+
+    `features` [Fa, 1, Hl] are those of all sounds, or of the blank one, which no position takes.
+    """
+    if sounds is None:
+        return torch.empty(0, dtype=torch.int64, device=features.device), features[:0, 0]
+    return sounds.positions, features[:, 0].index_select(0, sounds.rows)
 
 
 class AudioEmbed(nn.Module):

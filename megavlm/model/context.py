@@ -10,11 +10,10 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from torch import Tensor
 
 from megavlm.arch.dims import RowSplit
-from megavlm.arch.image_tokens import TileGroup, smallest_grid, tokens_per_grid, tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, positions_of, smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
 from megavlm.arch.layers import PATCH_EMBED, is_merged
-from megavlm.arch.sounds import positions_of
 from megavlm.arch.workload import window_patches
 from megavlm.config.derived import (
     attends_both_ways,
@@ -59,20 +58,12 @@ class MicroBatchContext:
     def sound_layout(self) -> SoundLayout:
         """Return the layout of the packed positions of sounds."""
         multiple = sequence_multiple("audio", self.config, tp=self.groups.dims.tp)
-        frames = () if self.batch.sounds is None else self.batch.sounds.frames
-        return SoundLayout.of(frames, chunk=self.config.model.audio.chunk_frames, multiple=multiple)
+        return SoundLayout.of(self.batch.sounds, chunk=self.config.model.audio.chunk_frames, multiple=multiple)
 
     @cached_property
     def sound_packing(self) -> Packing:
         """Return the sequences of audio layers, which are chunks of sounds."""
         return packed(self.sound_layout.bounds, self.device, usual=positions_of(self.config.model.audio.chunk_frames))
-
-    def merged_sounds(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions of audio tokens in this part of the text, [N], and their features, [N, H]."""
-        sounds = self.batch.sounds
-        if sounds is None:
-            return torch.empty(0, dtype=torch.int64, device=features.device), features[:0, 0]
-        return sounds.positions, features[:, 0].index_select(0, sounds.rows)
 
     @cached_property
     def layout(self) -> VisionLayout:

@@ -35,7 +35,7 @@ from megavlm.arch.objectives import learned_scalars, objective_of
 from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import attends_in_window, has_experts, is_linear, sequence_parallel
 from megavlm.model import specs
-from megavlm.model.audio import AudioEmbed, AudioProjector
+from megavlm.model.audio import AudioEmbed, AudioProjector, merged_sounds
 from megavlm.model.connector import Projector
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.language import Embedding, Output, PredictionInput, Representation
@@ -238,7 +238,7 @@ def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
     if features is None:
         sounds = None
         if context.config.model.audio.num_layers:
-            sounds = context.merged_sounds(context.states.pop())
+            sounds = merged_sounds(context.batch.sounds, context.states.pop())
         embedded: Tensor = part(text, None if hidden is None else context.of_this_part(hidden), sounds)
     else:
         assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"

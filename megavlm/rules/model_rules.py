@@ -1,4 +1,4 @@
-"""Rules about the model: sizes that must match, combinations that are not supported, and which parts are trained."""
+"""Rules about the model: sizes that must match, and combinations that are not supported."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from megavlm.arch.connector import connector_of
 from megavlm.arch.objectives import objective_of
 from megavlm.config.derived import has_vision, is_latent, rotary_channels, tower_merge
 from megavlm.config.lora_config import (
-    adapted_parts,
-    adapts_experts,
     clipped_parts,
-    frozen_parts,
-    parts_of,
     trained_whole,
-    unmatched,
 )
 from megavlm.config.messages import indivisible, nearest, no_divisor
 from megavlm.config.option import data_kind
@@ -325,37 +320,6 @@ def connector_takes_the_model(config: Config) -> Iterator[str]:
     yield from connector.problems(replace(config, model=model))
 
 
-def adapters(config: Config) -> Iterator[str]:
-    """Check LoRA: targets must match linear layers of parts that are not frozen. Adapters of routed experts support no
-    dropout, because PEFT adds B·A to the weights of all experts.
-    """
-    lora = config.lora
-    if not lora.rank:
-        return
-    if not lora.targets:
-        yield "--lora-targets is empty: name layers, for example --lora-targets language, or set --lora-rank 0"
-    for name in unmatched(config):
-        if "," in name:
-            yield f"--lora-targets {name} is one name: write spaces between names"
-        yield f"--lora-targets {name} matches no linear layer: try language, vision, q_proj or language.layers.*.q_proj"
-    if lora.dropout and adapts_experts(config):
-        yield (
-            f"--lora-dropout {lora.dropout} cannot be combined with adapters of routed experts, for which PEFT has "
-            "none: set it to 0, or remove experts from --lora-targets"
-        )
-    for part in adapted_parts(config):
-        if part in frozen_parts(config):
-            yield (
-                f"--freeze {part} would freeze its adapters (--lora-targets {' '.join(lora.targets)}) as well: remove "
-                f"{part} from --freeze; adapters freeze the other weights anyway"
-            )
-
-
-def something_trains(config: Config) -> Iterator[str]:
-    if {*parts_of(config)} <= {*frozen_parts(config)}:
-        yield f"--freeze {' '.join(parts_of(config))} leaves nothing to train: remove one of them"
-
-
 def _mrope(config: Config) -> tuple[str, object]:
     return "language.mrope_section", config.model.language.mrope_section
 
@@ -374,6 +338,4 @@ MODEL_RULES: tuple[Rule, ...] = (
     sounds,
     connector_takes_the_model,
     router,
-    adapters,
-    something_trains,
 )

@@ -1,4 +1,4 @@
-"""Rules about the objective, the update rule, the learning rate and its schedule."""
+"""Rules about adapters and frozen parts, the objective, the update rule, the learning rate and its schedule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megavlm.config.derived import moments_folder
-from megavlm.config.lora_config import clipped_parts, frozen_parts, trained_whole
+from megavlm.config.lora_config import (
+    adapted_parts,
+    adapts_experts,
+    clipped_parts,
+    frozen_parts,
+    parts_of,
+    trained_whole,
+    unmatched,
+)
 from megavlm.config.model_schema import PREFERENCES
 from megavlm.config.optimizer_schema import RULES
 from megavlm.config.option import data_kind
@@ -27,6 +35,37 @@ def with_train_iters(config: Config, iterations: int) -> Config:
     if complaint := first((learning_rate_schedule, profile_sees_iterations), config):
         raise UserError(f"--epochs {config.train.epochs:g} makes {iterations} iterations: {complaint}")
     return config
+
+
+def adapters(config: Config) -> Iterator[str]:
+    """Check LoRA: targets must match linear layers of parts that are not frozen. Adapters of routed experts support no
+    dropout, because PEFT adds B·A to the weights of all experts.
+    """
+    lora = config.lora
+    if not lora.rank:
+        return
+    if not lora.targets:
+        yield "--lora-targets is empty: name layers, for example --lora-targets language, or set --lora-rank 0"
+    for name in unmatched(config):
+        if "," in name:
+            yield f"--lora-targets {name} is one name: write spaces between names"
+        yield f"--lora-targets {name} matches no linear layer: try language, vision, q_proj or language.layers.*.q_proj"
+    if lora.dropout and adapts_experts(config):
+        yield (
+            f"--lora-dropout {lora.dropout} cannot be combined with adapters of routed experts, for which PEFT has "
+            "none: set it to 0, or remove experts from --lora-targets"
+        )
+    for part in adapted_parts(config):
+        if part in frozen_parts(config):
+            yield (
+                f"--freeze {part} would freeze its adapters (--lora-targets {' '.join(lora.targets)}) as well: remove "
+                f"{part} from --freeze; adapters freeze the other weights anyway"
+            )
+
+
+def something_trains(config: Config) -> Iterator[str]:
+    if {*parts_of(config)} <= {*frozen_parts(config)}:
+        yield f"--freeze {' '.join(parts_of(config))} leaves nothing to train: remove one of them"
 
 
 def embeddings(config: Config) -> Iterator[str]:
@@ -154,6 +193,8 @@ def profile_sees_iterations(config: Config) -> Iterator[str]:
 
 
 TRAINING_RULES: tuple[Rule, ...] = (
+    adapters,
+    something_trains,
     embeddings,
     preferences,
     one_length,

@@ -7,6 +7,7 @@ import wave
 from dataclasses import replace
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -15,10 +16,11 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megavlm.config.schema import DataConfig, DatasetConfig
+from megavlm.data import clips
 from megavlm.data.collate import CollateSpec, collate, mrope_positions
 from megavlm.data.file_source import FilesSource
-from megavlm.data.sounds import decode_sound
 from megavlm.data.types import Segment
+from megavlm.inputs.bad_sample import BadSample
 from megavlm.inputs.sounds import RATE, SoundProcessor
 from tests.support import hf
 from tests.support.gates import hold
@@ -86,11 +88,32 @@ def test_files_are_read_at_16_khz(tmp_path: Path) -> None:
     given = (tone(4800) * 32767).astype(np.int16)
     write_wav(tmp_path / "same.wav", given[:, None], RATE)
     write_wav(tmp_path / "other.wav", np.stack([given, 0 * given], axis=1), 3 * RATE)
-    assert np.array_equal(decode_sound(tmp_path / "same.wav", longest=RATE), given / np.float32(32768))
-    other = decode_sound(tmp_path / "other.wav", longest=RATE)
+    assert np.array_equal(clips.sound(tmp_path / "same.wav", longest=RATE), given / np.float32(32768))
+    other = clips.sound(tmp_path / "other.wav", longest=RATE)
     assert len(other) == pytest.approx(1600, abs=20)
     assert np.abs(other).max() == pytest.approx(0.2, rel=0.2)
-    assert len(decode_sound(tmp_path / "same.wav", longest=1000)) == 1000
+    assert len(clips.sound(tmp_path / "same.wav", longest=1000)) == 1000
+
+
+@pytest.mark.parametrize(("suffix", "codec", "loudness"), [("flac", "flac", 0.5), ("mp3", "libmp3lame", 0.475)])
+def test_compressed_files_sound_as_they_did(suffix: str, codec: str, loudness: float, tmp_path: Path) -> None:
+    """One second in two channels at 48 kHz. LAME lowers what it encodes to 0.95."""
+    given = (0.5 * np.sin(np.arange(3 * RATE) * 2 * np.pi * 440 / (3 * RATE)) * 32767).astype(np.int16)
+    path = tmp_path / f"sound.{suffix}"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=3 * RATE, layout="stereo")
+        frame = av.AudioFrame.from_ndarray(np.repeat(given, 2)[None], format="s16", layout="stereo")
+        frame.sample_rate = 3 * RATE
+        for packet in (packet for each in (frame, None) for packet in stream.encode(each)):
+            container.mux(packet)
+    ours = clips.sound(path, longest=2 * RATE)
+    assert len(ours) == RATE
+    power = np.abs(np.fft.rfft(ours[1000:13800], RATE))
+    assert int(power.argmax()) == 440
+    assert np.sqrt(2) * ours[1000:13800].std() == pytest.approx(loudness, abs=2e-4)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(BadSample, match="cannot be decoded"):
+        clips.sound(path, longest=RATE)
 
 
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}

@@ -16,9 +16,8 @@ import transformers
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
-from megavlm.arch.image_tokens import TileGroup, grid_of, tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, features_of, grid_of, tokens_per_image
 from megavlm.arch.plan import make_plan
-from megavlm.arch.sounds import features_of
 from megavlm.checkpoint import state
 from megavlm.checkpoint.folders import Keep
 from megavlm.checkpoint.hf.hf_files import HfFolder
