@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import encoder_names, layer_names, part_of
-from megavlm.arch.workload import Workload, image_workload, sliding_squares
+from megavlm.arch.workload import Workload, image_workload, sliding_squares, sound_work
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.types import SampleCost
 from megavlm.inputs.batch import ImageSizes, Mask
 
-_OF_IMAGES = ("patches", "patch_squares", "window_squares", "features")  # fields of `Workload`
-_OF_TEXT = ("tokens", "token_squares", "sliding_squares", "trained_tokens")
+_OF_ENCODERS = ("patches", "patch_squares", "window_squares", "features", "frames", "frame_squares", "sounds")
+_OF_TEXT = ("tokens", "token_squares", "sliding_squares", "trained_tokens")  # fields of `Workload`, as those are
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CostModel:
     """Coefficients of the forward FLOPs, a linear function of the fields of a workload."""
 
     model: ModelConfig
-    vision: tuple[float, ...]  # in the order of `_OF_IMAGES`
+    vision: tuple[float, ...]  # in the order of `_OF_ENCODERS`
     language: tuple[float, ...]  # in the order of `_OF_TEXT`
 
     @classmethod
@@ -42,20 +42,22 @@ class CostModel:
 
         return cls(
             model=model,
-            vision=tuple(unit(field, "vision", "projector") for field in _OF_IMAGES),
+            vision=tuple(unit(field, "vision", "projector") for field in _OF_ENCODERS),
             language=tuple(unit(field, "language") for field in _OF_TEXT),
         )
 
-    def cost(self, *, length: int, grids: Sequence[Grid], images: int) -> SampleCost:
-        """Return the cost of a sample of `length` tokens with `images` images, whose patches are in `grids`."""
-        work = image_workload(grids, self.model)
+    def cost(self, *, length: int, grids: Sequence[Grid], images: int, sounds: Sequence[int] = ()) -> SampleCost:
+        """Return the cost of a sample of `length` tokens with `images` images, whose patches are in `grids`, and with
+        sounds of so many mel frames each.
+        """
+        work = replace(image_workload(grids, self.model), **sound_work(sounds, self.model))
         # The number of trained tokens is not known yet: all tokens are counted.
         text = (length, length * length, sliding_squares(length, self.model.language.window_size), length)
         return SampleCost(
             length=length,
             patches=sum(rows * columns for rows, columns in grids),
             images=images,
-            vision=sum(unit * getattr(work, field) for unit, field in zip(self.vision, _OF_IMAGES, strict=True)),
+            vision=sum(unit * getattr(work, field) for unit, field in zip(self.vision, _OF_ENCODERS, strict=True)),
             language=sum(unit * count for unit, count in zip(self.language, text, strict=True)),
         )
 

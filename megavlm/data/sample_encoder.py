@@ -229,6 +229,7 @@ class Encoder:
                 length=len(piece),
                 grids=[grid for image in images for grid in image.grids],
                 images=sum(not image.frames for image in images),
+                sounds=[image.frames for image in images if image.frames],
             ),
         )
 

@@ -13,7 +13,15 @@ from megavlm.arch.image_tokens import TileGroup
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of
 from megavlm.arch.workload import Workload, window_squares
-from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.schema import (
+    AudioConfig,
+    Config,
+    DataConfig,
+    LanguageConfig,
+    ModelConfig,
+    ProjectorConfig,
+    VisionConfig,
+)
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import ComputedCollator, all_images
 from megavlm.data.costs import CostModel, ImageAssignment, assign_longest_first
@@ -106,6 +114,8 @@ def test_the_largest_load_is_within_grahams_bound(costs, ranks):
 
 WINDOWED = resolve_model(
     ModelConfig(
+        audio=AudioConfig(num_layers=2),
+        audio_token=9,
         vision=VisionConfig(patch_size=4, window_size=16, full_attention_layers=(1,)),
         projector=ProjectorConfig(pixel_shuffle=2),
         language=LanguageConfig(vocab_size=100, window_size=20, full_attention_layers=(1,)),
@@ -115,7 +125,7 @@ WINDOWED = resolve_model(
 
 def test_costs_are_the_flops_of_the_model() -> None:
     grids = [(4, 6), (8, 8)]
-    measured = CostModel.of(WINDOWED).cost(length=70, grids=grids, images=2)
+    measured = CostModel.of(WINDOWED).cost(length=70, grids=grids, images=2, sounds=[350])
     work = Workload(
         patches=88,
         patch_squares=24**2 + 64**2,
@@ -125,6 +135,9 @@ def test_costs_are_the_flops_of_the_model() -> None:
         token_squares=4900,
         sliding_squares=70**2 - 50**2,
         trained_tokens=70,
+        frames=100 + 75,  # a chunk of 200 mel frames, and the rest
+        frame_squares=100**2 + 75**2,
+        sounds=87,
     )
     costs = {name: layer_cost(name, WINDOWED, work).forward_flops for name in layer_names(WINDOWED)}
     language = sum(cost for name, cost in costs.items() if part_of(name) == "language")
