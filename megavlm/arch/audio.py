@@ -26,9 +26,12 @@ _TAPS = 3  # mel frames that a convolution reads
 
 
 class AudioEmbed(LayerKind):
-    """Two convolutions over time, the second with a stride of two, and sinusoidal positions."""
+    """Two convolutions over time, the second with a stride of two, and sinusoidal positions.
 
-    reads = Stream.FRAMES
+    It reads mel frames; the hidden states before it, features of images, pass by the audio encoder.
+    """
+
+    reads = Stream.IMAGES
     launches = (16, 16)  # not measured
     cpu_calls = 8
 

@@ -193,7 +193,8 @@ class Embedding(LayerKind):
         return LayerCost(vocabulary(model) * model.language.hidden_size, 0.0)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
-        return stream_bytes(Stream.FEATURES, scenario) + (scenario.work.tokens + scenario.work.features) * 8
+        work = scenario.work
+        return stream_bytes(Stream.FEATURES, scenario) + (work.tokens + work.features + work.sounds) * 8
 
     def communication(self, scenario: Scenario) -> Communication:
         text = stream_bytes(Stream.TEXT, scenario)

@@ -100,10 +100,10 @@ FP32 = 4  # bytes
 class Stream(Enum):
     """The tensor that a layer reads, which fixes the shape of its input."""
 
-    FRAMES = "frames"  # packed positions of sounds [A(/TP), 1, Ha]
-    SOUNDS = "sounds"  # features of sounds [Fa, 1, Hl]; no layer reads them alone: the embedding merges them
     PATCHES = "patches"  # packed vision tokens [V(/TP), 1, Hv]
-    FEATURES = "features"  # image features [F, 1, Hl]
+    IMAGES = "images"  # image features [F, 1, Hl]
+    FRAMES = "frames"  # packed positions of sounds [A(/TP), 1, Ha]
+    FEATURES = "features"  # features of images, then of sounds, if the model hears: [F + Fa, 1, Hl]
     TEXT = "text"  # hidden states [S(/TP), B, Hl]
 
 
@@ -232,7 +232,7 @@ def stream_bytes(stream: Stream, scenario: Scenario) -> float:
         return work.frames * model.audio.hidden_size * e
     if stream is Stream.PATCHES:
         return work.patches * model.vision.hidden_size * e
-    counts = {Stream.SOUNDS: work.sounds, Stream.FEATURES: work.features, Stream.TEXT: work.tokens}
+    counts = {Stream.IMAGES: work.features, Stream.FEATURES: work.features + work.sounds, Stream.TEXT: work.tokens}
     return counts[stream] * model.language.hidden_size * e
 
 

@@ -224,21 +224,21 @@ def hidden_bytes(name: str, scenario: Scenario) -> float:
     """Return the bytes of the input of a layer, on one tensor-parallel rank."""
     reads = layer_kind(name).reads
     whole = stream_bytes(reads, _at(name, scenario))
-    return whole if reads is Stream.FEATURES else whole / scenario.sequence_shards
+    return whole if reads in (Stream.IMAGES, Stream.FEATURES) else whole / scenario.sequence_shards
 
 
 def carried_bytes(scenario: Scenario) -> list[float]:
     """Return the bytes per rank that a cut before each layer, and after the last, sends besides hidden states."""
-    each = stream_bytes(Stream.FEATURES, scenario)
+    each = stream_bytes(Stream.IMAGES, scenario)
     features = (count * each for count in carried_before(scenario.names))
     return [sum(pair) for pair in zip(features, state_bytes(scenario), strict=True)]
 
 
 def state_bytes(scenario: Scenario) -> list[float]:
-    """Return the part of `carried_bytes` that sounds and multi-token prediction take (`layers.states_before`)."""
-    sounds, text = (stream_bytes(stream, scenario) for stream in (Stream.SOUNDS, Stream.TEXT))
+    """Return the part of `carried_bytes` that `layers.states_before` counts."""
+    images, text = (stream_bytes(stream, scenario) for stream in (Stream.IMAGES, Stream.TEXT))
     first = scenario.names.index(EMBEDDING)
-    each = [sounds if place <= first else text / scenario.sequence_shards for place in range(len(scenario.names) + 1)]
+    each = [images if place <= first else text / scenario.sequence_shards for place in range(len(scenario.names) + 1)]
     return [count * size for count, size in zip(states_before(scenario.names), each, strict=True)]
 
 

@@ -97,8 +97,8 @@ def layer_names(model: ModelConfig) -> tuple[str, ...]:
     encoder = (PATCH_EMBED, *_tower(model.vision), VISION_NORM, PROJECTOR) if has_vision(model) else ()
     sounds = model.audio.num_layers
     return (
-        *((AUDIO_EMBED, *(f"{AUDIO_LAYER}{i}" for i in range(sounds)), AUDIO_PROJECTOR) if sounds else ()),
         *encoder,
+        *((AUDIO_EMBED, *(f"{AUDIO_LAYER}{i}" for i in range(sounds)), AUDIO_PROJECTOR) if sounds else ()),
         EMBEDDING,
         *(f"{LANGUAGE_LAYER}{i}" for i in range(model.language.num_layers)),
         LANGUAGE_NORM,
@@ -177,7 +177,7 @@ def _has_adapters(name: str, config: Config) -> bool:
 def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -> bool:
     """Return whether the input of layer `name` depends on one of the `trained` layers among the `earlier` ones.
 
-    Features of sounds and of DeepStack's mergers go to the language model only; the tower does not depend on them.
+    Features of images and of DeepStack's mergers go to the language model only; no other encoder depends on them.
     """
     takes_all, hears = part_of(name) == "language", kind_of(name) in _OF_AUDIO
     inner = (other for other in earlier if kind_of(other) != DEEPSTACK and (kind_of(other) in _OF_AUDIO) == hears)
@@ -204,11 +204,11 @@ def carried_before(names: tuple[str, ...]) -> tuple[int, ...]:
 def states_before(names: tuple[str, ...]) -> tuple[int, ...]:
     """Return how many states a cut before each layer, and after the last, passes on together with the hidden states.
 
-    Up to the embedding, these are the features of sounds. From there on they are states of all text positions for
-    multi-token prediction: the embeddings, until the last `MTP_INPUT` layer has read them, and the hidden states that
-    each of these layers has read; the output layer predicts from all of them.
+    Within the audio encoder, these are the features of images. From the embedding on they are states of all text
+    positions for multi-token prediction: the embeddings, until the last `MTP_INPUT` layer has read them, and the hidden
+    states that each of these layers has read; the output layer predicts from all of them.
     """
     depths = sum(kind_of(name) == MTP_INPUT for name in names)
-    added = {AUDIO_PROJECTOR: 1, EMBEDDING: (depths > 0) - (AUDIO_PROJECTOR in names), MTP_INPUT: 1}
+    added = {AUDIO_EMBED: 1, AUDIO_PROJECTOR: -1, EMBEDDING: depths > 0, MTP_INPUT: 1}
     counts = accumulate((added.get(kind_of(name), 0) for name in names), initial=0)
     return tuple(count - (count > depths > 0) for count in counts)

@@ -33,8 +33,7 @@ class ReplicaBroadcast:
 
     The first rank of `replica` reads. `vision_group` are the ranks that encode images, the reader first; None on a rank
     that encodes none. Each of them encodes all images, or with `assignment` its assigned images. `hosts` is the replica
-    as a group that exchanges host memory, so that messages do not wait for the device. With `pixels`, patches are sent
-    in the message to all ranks, because the reader is not among the ranks that encode images.
+    as a group that exchanges host memory, so that messages do not wait for the device.
     """
 
     replica: dist.ProcessGroup
@@ -42,7 +41,6 @@ class ReplicaBroadcast:
     vision_group: dist.ProcessGroup | None
     device: torch.device
     assignment: ImageAssignment | None = None
-    pixels: bool = False
 
     @property
     def reads(self) -> bool:
@@ -83,7 +81,7 @@ class ReplicaBroadcast:
 
         The host waits for both. Returns None if there is neither a step nor an error.
         """
-        description, tensors = serialize(step, pixels=self.pixels) if step is not None else (error.encode(), [])
+        description, tensors = serialize(step) if step is not None else (error.encode(), [])
         header = torch.tensor([step is not None, len(description), size_of(tensors)])
         dist.broadcast(header, group=self.hosts, group_src=0)
         is_step, text_bytes, tensor_bytes = header.tolist()
@@ -105,7 +103,7 @@ class ReplicaBroadcast:
         if self.assignment is not None:
             chosen = self.assignment.by_rank([each.sizes for each in images])
             return _with_images(step, [self._scatter(*each) for each in zip(images, chosen, strict=True)])
-        if self.vision_group.size() == 1 or self.pixels:
+        if self.vision_group.size() == 1:
             return step
         return _with_images(step, [replace(each, vision_group=self.vision_group) for each in images])
 

@@ -85,7 +85,6 @@ def build_loaders(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     vision_group: dist.ProcessGroup | None,
-    reader_encodes: bool = True,
     assignment: ImageAssignment | None = None,
     validation: Sequence[HeldOut] = (),
 ) -> Loaders:
@@ -93,13 +92,12 @@ def build_loaders(
 
     `vision_group` are the ranks of the replica that encode images; it is None on a rank that encodes none. Each of
     these ranks encodes all images, or with `assignment` the images assigned to it. Patches have the type `dtype`.
-    `reader_encodes`: whether the first rank of the replica, which reads, is one of them.
     """
     at, dims = groups.coords, groups.dims
     broadcast: ReplicaBroadcast | None = None
     if source.is_read:
         hosts = groups.maker.on_host(groups.replica)
-        broadcast = ReplicaBroadcast(groups.replica, hosts, vision_group, device, assignment, not reader_encodes)
+        broadcast = ReplicaBroadcast(groups.replica, hosts, vision_group, device, assignment)
     training = measured = None
     if broadcast is None or broadcast.reads:
         if at.dp == 0:

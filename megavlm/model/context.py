@@ -13,7 +13,7 @@ from megavlm.arch.dims import RowSplit
 from megavlm.arch.image_tokens import TileGroup, positions_of, smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
-from megavlm.arch.layers import PATCH_EMBED, is_merged
+from megavlm.arch.layers import AUDIO_EMBED, is_merged
 from megavlm.arch.workload import window_patches
 from megavlm.config.derived import (
     attends_both_ways,
@@ -50,7 +50,7 @@ class MicroBatchContext:
     device: torch.device
     wants_logits: bool = False  # whether the output layer returns logits instead of the loss
     top: int | None = None  # the output layer returns `token_statistics` with so many likeliest tokens
-    # What chunks pass on in addition to hidden states (`states_before`): the features of sounds, then inputs of
+    # What chunks pass on in addition to hidden states (`states_before`): the features of images, then inputs of
     # multi-token prediction (`passed_shape`)
     states: list[Tensor] = field(default_factory=list)
 
@@ -290,8 +290,6 @@ class MicroBatchContext:
         shards = self.groups.dims.tp if sequence_parallel(self.config) else 1
         if reads is Stream.FRAMES:
             return self.sound_layout.bounds[-1] // shards, 1, model.audio.hidden_size
-        if name == PATCH_EMBED:  # after sounds, none of which are hidden states
-            return 0, 1, model.vision.hidden_size
         if reads is Stream.PATCHES:
             return self.layout_at(name).bounds[-1] // shards, 1, model.vision.hidden_size
         if reads is Stream.TEXT:
@@ -299,12 +297,13 @@ class MicroBatchContext:
         rows = self.batch.num_features
         if self.layout.is_blank:
             (rows,) = tokens_per_image(self.layout.grids, self.tile_groups, model.projector)
+        if reads is Stream.FEATURES and model.audio.num_layers:
+            rows += self.sound_layout.features
         return rows, 1, model.language.hidden_size
 
     def passed_shape(self, name: str) -> tuple[int, int, int]:
         """Return the shape of each state that layer `name` receives in addition to hidden states (`states_before`)."""
-        reads = layer_kind(name).reads
-        return self.state_shape if reads is Stream.TEXT else (self.sound_layout.features, 1, self.state_shape[-1])
+        return self.state_shape if layer_kind(name).reads is Stream.TEXT else self.hidden_shape(AUDIO_EMBED)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

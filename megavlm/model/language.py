@@ -80,14 +80,14 @@ class Embedding(MegatronModule):
         embedded = self.word_embeddings(text.tokens)
         if self.scale != 1:
             embedded = embedded * self.scale
-        merged = [] if sounds is None else [sounds]
         if features is not None:
             # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of
             # the pipeline gets its (zero) gradient like on any other micro-batch.
-            merged.append((text.feature_positions, features[: text.feature_positions.numel(), 0]))
-        for positions, values in merged:
-            whole = embedded.flatten(0, 1).index_copy(0, positions, values.to(embedded.dtype))
-            embedded = whole.view_as(embedded)
+            positions = text.feature_positions
+            values = features[: positions.numel(), 0]
+            if sounds is not None:
+                positions, values = torch.cat([positions, sounds[0]]), torch.cat([values, sounds[1]])
+            embedded = embedded.flatten(0, 1).index_copy(0, positions, values.to(embedded.dtype)).view_as(embedded)
         hidden = embedded.transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)

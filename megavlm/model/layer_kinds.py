@@ -157,6 +157,8 @@ def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _run_audio_embed(chunk: VLMChunk, name: str, hidden: Any, context: MicroBatchContext) -> Tensor:
+    """Put the features of images among the states, until `_run_audio_projector` appends those of sounds to them."""
+    context.states.append(hidden)
     sounds = context.batch.sounds
     return chunk.parts[name](None if sounds is None else sounds.mels, context.sound_layout)
 
@@ -166,9 +168,7 @@ def _run_audio_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroB
 
 
 def _run_audio_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
-    """Put the features of sounds among the states; return hidden states without rows, as no image has been read."""
-    context.states.append(chunk.parts[name](hidden, context.sound_layout))
-    return context.states[0][:0]
+    return torch.cat([context.states.pop(), chunk.parts[name](hidden, context.sound_layout)])
 
 
 def _run_vision_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
@@ -238,7 +238,8 @@ def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
     if features is None:
         sounds = None
         if context.config.model.audio.num_layers:
-            sounds = merged_sounds(context.batch.sounds, context.states.pop())
+            hidden, heard = hidden.tensor_split([len(hidden) - context.sound_layout.features])
+            sounds = merged_sounds(context.batch.sounds, heard)
         embedded: Tensor = part(text, None if hidden is None else context.of_this_part(hidden), sounds)
     else:
         assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"

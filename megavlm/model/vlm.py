@@ -1,9 +1,9 @@
 """`VLMChunk`: the layers of one pipeline chunk as one module that the schedule runs.
 
-A chunk sends one tensor to the next: packed positions of sounds [A(/TP), 1, Ha], packed vision tokens [V(/TP), 1, Hv]
-inside the tower, image features [F, 1, Hl] between projector and embedding, hidden states [S(/TP), B, Hl] after the
-embedding. If a cut lies between a DeepStack merger and the language layer that adds its features, the same tensor also
-holds the features (`language.pack`). It also holds the features of sounds, from the audio encoder to the embedding, and
+A chunk sends one tensor to the next: packed vision tokens [V(/TP), 1, Hv] inside the tower, image features [F, 1, Hl]
+after the projector, packed positions of sounds [A(/TP), 1, Ha] inside the audio encoder, hidden states [S(/TP), B, Hl]
+after the embedding. If a cut lies between a DeepStack merger and the language layer that adds its features, the same
+tensor also holds the features (`language.pack`). It also holds the features of images, within the audio encoder, and
 the states for multi-token prediction (`language.PredictionInput`).
 """
 
@@ -26,6 +26,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_view
 from torch import Tensor, nn
 
 from megavlm.arch.layers import (
+    AUDIO_EMBED,
     AUDIO_LAYER,
     DEEPSTACK,
     EMBEDDING,
@@ -102,7 +103,10 @@ class VLMChunk(MegatronModule):
         trained = trained_layers(config)
         self.upstream_trained = plan.trained_before(index, trained)
         earlier = plan.before(index)
-        self.hidden_trained = trained_below(self.names[0], earlier, trained)
+        # Features of images pass by the audio encoder, but for the tower all features pass by.
+        self.hidden_trained = self.upstream_trained
+        if kind_of(self.names[0]) != AUDIO_EMBED:
+            self.hidden_trained = trained_below(self.names[0], earlier, trained)
         self.carried = carried_features(earlier)
         self.next_name = plan.chunks[index + 1][0] if index + 1 < len(plan.chunks) else None
         self.carried_on = carried_features([*earlier, *self.names])

@@ -295,6 +295,8 @@ def sounds(config: Config) -> Iterator[str]:
             yield f"model.audio.{name} {size} is odd: set it to {size + 1}"
     if model.audio_token is None or model.audio_token in (model.image_token, model.video_token):
         yield f"{option} needs a token of its own for the features of sounds: set model.audio_token"
+    if not has_vision(model):
+        yield f"{option} needs a vision encoder, too: set model.vision.num_layers"
     for name, given in (
         ("--placement colocated", placement.encoder == "colocated"),
         (f"--objective {model.objective.kind}", model.objective.kind != "next-token"),

@@ -74,7 +74,6 @@ def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend:
         device=backend.device,
         dtype=DTYPES[config.precision.dtype],
         vision_group=_vision_group(plan, groups),
-        reader_encodes=bool(plan.encoder) or plan.owner_of(PATCH_EMBED) == 0,
         assignment=ImageAssignment.of(config, ranks=groups.replica.size()) if plan.encoder else None,
         validation=validation,
     )

@@ -50,8 +50,8 @@ OPTIONS = {
     "cuts-deepstack": "--pipeline-cuts 3 6 13",
     # … language.layers.0 | … language.mtp.0 | language.layers.3, its norm, language.mtp.1 | the rest
     "cuts-mtp": "--pipeline-cuts 8 12 15",
-    # … audio.layers.0 | … audio.projector | patch_embed, vision 0-1 | the rest
-    "cuts-audio": "--pipeline-cuts 2 4 7",
+    # … projector | audio_embed, audio.layers.0 | audio.layers.1, audio.projector | embedding and the rest
+    "cuts-audio": "--pipeline-cuts 7 9 11",
     "colocated": "--placement colocated",
     # An image, or a few small ones, at a time; all but the last pass are computed again.
     "colocated-passes": "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2",

@@ -91,7 +91,7 @@ class AdaptivePool(Connector):
         return mlp + work.features * width * trained + work.patches * (width + 8)
 
     def communication(self, scenario: Scenario) -> Communication:
-        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
+        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.IMAGES))
         pooled = scenario.work.features * scenario.model.vision.hidden_size * scenario.bytes_each
         # All-reduces of features in the forward pass, of the gradients of pooled patches in the backward pass.
         return Communication((patches,) * scenario.sequence_parallel, (features, pooled))

@@ -213,7 +213,7 @@ class CAbstractor(Connector):
 
     def communication(self, scenario: Scenario) -> Communication:
         model, work = scenario.model, scenario.work
-        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
+        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.IMAGES))
         width, images = self.own(model).hidden_size * scenario.bytes_each, self._images(model, work)
         reductions = [features, work.features * width]
         for block, positions in self._seen(model, work).values():

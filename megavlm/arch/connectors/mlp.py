@@ -115,7 +115,7 @@ class Mlp(Connector):
         return (merged + convolved) * trained + normed + inner + scenario.work.patches * 8
 
     def communication(self, scenario: Scenario) -> Communication:
-        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
+        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.IMAGES))
         more = (features,) * (scenario.model.projector.kind == "gated")
         return Communication((patches,) * scenario.sequence_parallel + more, (features, features, *more))
 
