@@ -216,7 +216,7 @@ class DataConfig:
         valid=AT_LEAST_1,
     )
     imageless_share: float = of_synthetic(
-        0.0, "Synthetic: fraction of samples without images.", flag=KEY_ONLY, valid=FRACTION
+        0.0, "Synthetic: share of samples without images.", flag=KEY_ONLY, valid=FRACTION
     )
     imageless_samples: tuple[int, ...] = of_synthetic(
         (),
@@ -232,7 +232,5 @@ class DataConfig:
         valid=AT_LEAST_0,
         needs=(SYNTHETIC, AUDIO),
     )
-    answer_share: float = of_synthetic(
-        0.5, "Synthetic: fraction of a sample's text tokens that have a loss.", flag=KEY_ONLY, valid=SHARE
-    )
+    answer_share: float = of_synthetic(0.5, "Synthetic: share of text tokens with a loss.", flag=KEY_ONLY, valid=SHARE)
     sources: SourceSections = field(default_factory=SourceSections)

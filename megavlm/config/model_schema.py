@@ -217,7 +217,7 @@ class ModelConfig:
     )
     audio_token: int | None = key_only(
         None,
-        "Token id whose positions receive the features of sounds; default: the model's.",
+        "Token id of sounds; default: the model's.",
         valid=AT_LEAST_0,
         needs=AUDIO,
     )

@@ -36,7 +36,7 @@ class EvaluationConfig:
     )
     eval_samples: int = key_only(
         96,
-        "Digits: number of held-out questions of each kind.",
+        "Digits: held-out questions of each kind.",
         valid=AT_LEAST_1,
         needs=Needs(lambda config: data_kind(config) == "digits", "except on digits", "use --data digits"),
     )

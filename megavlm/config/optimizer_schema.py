@@ -204,9 +204,7 @@ class OptimizerConfig(RuleOptions):
         "After each update, scale the query and key projections of heads whose largest attention logit of the step was "
         "above optimizer.qk_clip_threshold (MuonClip).",
     )
-    qk_clip_threshold: float = key_only(
-        100.0, "--qk-clip: largest attention logit that heads may have.", valid=POSITIVE, needs=QK_CLIP
-    )
+    qk_clip_threshold: float = key_only(100.0, "--qk-clip: largest attention logit.", valid=POSITIVE, needs=QK_CLIP)
     ema_decay: float = option(
         0.0,
         "Decay rate of an exponential moving average of the fp32 weights, which checkpoints keep and `convert export "

@@ -24,10 +24,10 @@ GLOBAL_LAYERS = Needs(
 class LanguageConfig:
     """A decoder-only transformer; covers Llama, Mistral, Qwen2, Qwen3, Gemma 3, GLM-4, and those inside their VLMs."""
 
-    num_layers: int = option(4, "Number of transformer layers of the language model.", valid=LAYERS)
+    num_layers: int = option(4, "Layers of the language model.", valid=LAYERS)
     hidden_size: int = option(128, "Hidden size of the language model.", valid=AT_LEAST_1)
     ffn_hidden_size: int = option(256, "Inner width of the language MLP.", valid=AT_LEAST_1)
-    num_attention_heads: int = option(8, "Number of query heads of the language model.", valid=AT_LEAST_1)
+    num_attention_heads: int = option(8, "Query heads of the language model.", valid=AT_LEAST_1)
     num_query_groups: int = option(
         None,
         "Number of key/value heads (grouped-query attention); default: the number of query heads.",
@@ -65,7 +65,7 @@ class LanguageConfig:
         "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 and yarn only "
         "low ones; proportional: only a head's highest frequencies, rotary_percent of them, rotate (Gemma 4).",
     )
-    rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.", valid=POSITIVE)
+    rope_scaling_factor: float = option(1.0, "Divisor of scaled rotary frequencies.", valid=POSITIVE)
     rope_low_freq_factor: float = option(
         1.0, "llama3 scaling: divide frequencies with a wavelength above original positions / this.", valid=POSITIVE
     )
@@ -119,9 +119,9 @@ class LanguageConfig:
     normalization: Literal["RMSNorm", "LayerNorm"] = option(
         "RMSNorm", "Type of the language model's norm layers of hidden states; LayerNorm has no bias (Cohere)."
     )
-    norm_epsilon: float = option(1e-6, "Epsilon of the language model's norm layers.", valid=POSITIVE)
+    norm_epsilon: float = option(1e-6, "Epsilon of the model's norm layers.", valid=POSITIVE)
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
-    qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
+    qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head.")
     value_norm: bool = option(False, "Normalize values (RMSNorm, no weights).")
     layer_scalar: bool = option(False, "Multiply layer outputs by given numbers.")
     post_norms: bool = option(

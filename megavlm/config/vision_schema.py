@@ -26,9 +26,7 @@ class VisionConfig:
     num_layers: int = option(4, "Layers of the vision encoder; 0: none, text only.", valid=TOWER)
     hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
     ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
-    num_attention_heads: int = option(
-        8, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
-    )
+    num_attention_heads: int = option(8, "Attention heads; TP pads with zero heads.", valid=AT_LEAST_1)
     num_query_groups: int | None = option(
         None,
         "Number of key/value heads of the vision encoder (grouped-query attention); default: the number of heads.",
@@ -86,7 +84,7 @@ class VisionConfig:
         False, "2-D rotary embedding: rotate neighbouring channels, by column and row in turn (MoonViT); off: halves."
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
-    norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.", valid=POSITIVE)
+    norm_epsilon: float = option(1e-5, "Epsilon of the encoder's norm layers.", valid=POSITIVE)
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu", "geglu"] = option(
         "gelu", "Activation function of the vision MLP."
     )
@@ -143,23 +141,21 @@ class AudioConfig:
 
     num_layers: int = option(
         0,
-        "Number of transformer layers of the audio encoder; 0: the model hears nothing.",
+        "Layers of the audio encoder; 0: none.",
         valid=TOWER,
     )
-    hidden_size: int = option(128, "Hidden size of the audio encoder, an even number.", valid=AT_LEAST_1, needs=AUDIO)
+    hidden_size: int = option(128, "Hidden size of the audio encoder, even.", valid=AT_LEAST_1, needs=AUDIO)
     ffn_hidden_size: int = option(256, "Inner width of the audio MLP.", valid=AT_LEAST_1, needs=AUDIO)
     num_attention_heads: int = option(
         8,
-        "Number of attention heads of the audio encoder; zero heads pad it to a multiple of TP.",
+        "Attention heads; TP pads with zero heads.",
         valid=AT_LEAST_1,
         needs=AUDIO,
     )
-    mel_bins: int = option(
-        128, "Number of mel frequencies of a frame, of which there are 100 a second.", valid=AT_LEAST_1, needs=AUDIO
-    )
+    mel_bins: int = option(128, "Mel frequencies; 100 frames a second.", valid=AT_LEAST_1, needs=AUDIO)
     chunk_frames: int = option(
         200,
-        "Number of mel frames of a chunk, an even number: convolutions, positions and attention end with each chunk.",
+        "Even number of mel frames of a chunk, with which convolutions, positions and attention end.",
         valid=AT_LEAST_1,
         needs=AUDIO,
     )

@@ -34,7 +34,7 @@ class CAbstractorConfig:
     """Options of the connector `c_abstractor`."""
 
     side: int = option(12, "Rows and columns of image tokens of each image.", valid=AT_LEAST_1)
-    depth: int = option(3, "ResNet blocks before the pooling, and as many after it.", valid=AT_LEAST_1)
+    depth: int = option(3, "ResNet blocks before and after the pooling.", valid=AT_LEAST_1)
     hidden_size: int = option(
         1024, "Channels of the ResNet blocks; zero channels pad it to a multiple of TP.", valid=AT_LEAST_1
     )
@@ -44,7 +44,7 @@ class CAbstractorConfig:
     ffn_hidden_size: int = option(
         None, "Inner width of the MLP after the blocks; default: model.language.hidden_size.", valid=AT_LEAST_1
     )
-    norm_epsilon: float = option(1e-5, "Epsilon of the norm layers of the C-Abstractor.", valid=POSITIVE)
+    norm_epsilon: float = option(1e-5, "Epsilon of the C-Abstractor's norms.", valid=POSITIVE)
 
 
 @dataclass(frozen=True)

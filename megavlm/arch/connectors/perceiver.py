@@ -29,7 +29,7 @@ class PerceiverConfig:
     num_query_groups: int = option(
         4, "Key/value heads of the Perceiver resampler; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
     )
-    kv_channels: int = option(96, "Width of an attention head of the Perceiver resampler.", valid=AT_LEAST_1)
+    kv_channels: int = option(96, "Width of the resampler's attention heads.", valid=AT_LEAST_1)
     ffn_hidden_size: int = option(
         None, "Inner width of the MLPs of the Perceiver resampler; default: 4 × language hidden size.", valid=AT_LEAST_1
     )
@@ -38,7 +38,7 @@ class PerceiverConfig:
         "Inner width of the MLP before the resampler, to the language model's width; default: its MLPs' width.",
         valid=AT_LEAST_1,
     )
-    norm_epsilon: float = option(1e-6, "Epsilon of the norm layers of the Perceiver resampler.", valid=POSITIVE)
+    norm_epsilon: float = option(1e-6, "Epsilon of the resampler's norms.", valid=POSITIVE)
 
 
 # Options, and the settings of Idefics2PerceiverConfig with the same defaults.
