@@ -490,4 +490,5 @@ SINGLE = [name for name in FAMILIES if not name.endswith(("-tied", "-6b", "-vide
 
 def square(name: str) -> str:
     """Return the side of the first square image of a family, for synthetic images that its model can take."""
-    return str(next(size[0] for batch in FAMILIES[name][1] for sizes in batch for size in sizes if len({*size}) == 1))
+    sizes = (size for batch in FAMILIES[name][1] for sample in batch for size in sample)
+    return str(next(size[0] for size in sizes if len(size) == 2 and size[0] == size[1]))

@@ -169,8 +169,8 @@ def test_help_keys_lists_all_options_without_flags(capsys, monkeypatch):
     text = help_text("--help-keys", 1000, capsys, monkeypatch)
     for option in options():
         assert bool(option.flag) != (f"  {option.path[-1]}=" in text and option.help in text), option.key
-    assert "\nmodel.language:\n  num_layers=N  Number of transformer layers of the language model. (default: 4)" in text
-    assert "\n  qk_norm=BOOL  Apply RMSNorm to queries and keys per head (Qwen3). (default: false)\n" in text
+    assert "\nmodel.language:\n  num_layers=N  Layers of the language model. (default: 4)" in text
+    assert "\n  qk_norm=BOOL  Apply RMSNorm to queries and keys per head. (default: false)\n" in text
     assert "\n  mrope_section=[N, …]  M-RoPE" in text
 
 
