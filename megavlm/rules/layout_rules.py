@@ -75,6 +75,8 @@ def colocated_encoder(config: Config) -> Iterator[str]:
     shared = config.parallel.vision_tensor_model_parallel_size
     if placement.encoder == "colocated" and not has_vision(model):
         yield "--placement colocated places a vision encoder, which the model does not have: use --placement stages"
+    if placement.encoder == "colocated" and model.audio.num_layers:
+        yield "--placement colocated takes no audio encoder (model.audio.num_layers) yet: use --placement stages"
     if ranks % shared:
         yield no_divisor("--vision-tp", shared, f"the {ranks} processes of a model replica (TP × CP × PP)", ranks)
     if shared > 1 and placement.encode_ahead:

@@ -283,7 +283,7 @@ def images(config: Config) -> Iterator[str]:
 
 def sounds(config: Config) -> Iterator[str]:
     """Check the audio encoder, whose features are merged at tokens of their own, within the pipeline."""
-    model, audio, placement = config.model, config.model.audio, config.placement
+    model, audio = config.model, config.model.audio
     if not audio.num_layers:
         return
     option = f"model.audio.num_layers {audio.num_layers}"
@@ -298,7 +298,6 @@ def sounds(config: Config) -> Iterator[str]:
     if not has_vision(model):
         yield f"{option} needs a vision encoder, too: set model.vision.num_layers"
     for name, given in (
-        ("--placement colocated", placement.encoder == "colocated"),
         (f"--objective {model.objective.kind}", model.objective.kind != "next-token"),
         ("--qk-clip", "vision" in clipped_parts(config)),
     ):

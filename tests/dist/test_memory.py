@@ -86,6 +86,10 @@ QFORMER = (
     "model.projector.connectors.qformer.num_attention_heads=6 model.projector.connectors.qformer.ffn_hidden_size=512 "
     "model.projector.connectors.qformer.num_queries=32"
 )
+AUDIO = (
+    "--set model.audio.num_layers=3 model.audio.hidden_size=128 model.audio.ffn_hidden_size=256 "
+    "model.audio.num_attention_heads=4 model.audio_token=9 data.sound_frames=[200]"
+)
 # Experts whose rows outweigh the rest; even, as other loads differ from rank to rank.
 EXPERTS = (
     "--seq-length 512 --num-experts 8 --set model.experts.router_topk=8 model.experts.ffn_hidden_size=128 "
@@ -105,6 +109,9 @@ CASES = {
     "tp4-exaone4.5-bf16": (4, f"--tp 4 {EXAONE} --precision bf16"),
     "cohere": (1, COHERE),
     "tp2-cohere-bf16": (2, f"--tp 2 {COHERE} --precision bf16"),
+    "audio": (1, AUDIO),
+    "tp2-audio-full": (2, f"--tp 2 {AUDIO} --recompute-granularity full"),
+    "pp2-vpp2-audio-bf16": (2, f"--pp 2 --vpp 2 {AUDIO} --precision bf16"),
     "minicpm-v": (1, MINICPM),
     "tp2-minicpm-v-full-bf16": (2, f"--tp 2 {MINICPM} --recompute-granularity full --precision bf16"),
     "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),

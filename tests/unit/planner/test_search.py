@@ -19,7 +19,7 @@ from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import HOST_PIECE, Offloaded, Scenario, Sharding, encoder_scenario, scenario_of
 from megavlm.command_line.parsing import parse
 from megavlm.config.optimizer_schema import newton_schulz_flops
-from megavlm.config.schema import Config, DataConfig, ModelConfig, VisionConfig
+from megavlm.config.schema import AudioConfig, Config, DataConfig, ModelConfig, VisionConfig
 from megavlm.families import PUBLISHED, published_model
 from megavlm.optim.codes import Coded
 from megavlm.planner.auto import offload_memory_error, planned, predict
@@ -73,9 +73,13 @@ def test_what_layouts_share_is_what_each_has_alone(model: ModelConfig) -> None:
     assert compared > 50
 
 
-def test_the_best_layout_is_a_configuration_that_can_run() -> None:
-    outcome = search(SMALL, 8, PROFILES["a100"])
-    config = from_dict(yaml.safe_load(to_yaml(outcome.config(SMALL))))
+HEARS = replace(SMALL, model=replace(SMALL.model, audio=AudioConfig(num_layers=2), audio_token=9))
+
+
+@pytest.mark.parametrize("asked", [SMALL, HEARS], ids=["images", "sounds"])
+def test_the_best_layout_is_a_configuration_that_can_run(asked: Config) -> None:
+    outcome = search(asked, 8, PROFILES["a100"])
+    config = from_dict(yaml.safe_load(to_yaml(outcome.config(asked))))
     check(config, world=8)
     plan = make_plan(config, dims_of(config, world=8))
     assert plan.placement == outcome.best[0].candidate.placement
