@@ -22,6 +22,7 @@ from tests.support.torchrun import kill_tree
 
 NODES = ("fake1", "fake2")
 GPUS = 2  # per node: files that stand for them
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 missing = [name for name in _PROGRAMS if shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin") is None]
 needs_cluster = pytest.mark.skipif(
@@ -165,7 +166,7 @@ class Job:
         while not condition():
             assert time.monotonic() < end, self.output()
             shown = self.shown()
-            if shown["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"):
+            if shown["JobState"] in _ENDED:  # others come and go: a job that is about to get a signal is "SIGNALING"
                 assert condition(), self.output()  # it may have ended since the last look
                 return
             if shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime":
@@ -174,8 +175,7 @@ class Job:
 
     def end(self) -> tuple[str, int]:
         """Wait for the end; return the state and the exit status."""
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.wait_for(lambda: self.state in ended)
+        self.wait_for(lambda: self.state in _ENDED)
         shown = self.shown()
         return shown["JobState"], int(shown["ExitCode"].partition(":")[0])
 
