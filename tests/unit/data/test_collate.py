@@ -19,6 +19,7 @@ from megavlm.data.broadcast import aligned, copy_to, deserialize, serialize, siz
 from megavlm.data.collate import CollateSpec, Run, canvas_positions, collate, mrope_positions
 from megavlm.data.context_parts import followers, order_of, part_of, with_further_tokens
 from megavlm.data.synthetic import SyntheticSource
+from megavlm.data.tokenizers import NO_IMAGE
 from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Imbalance, Member, Sample, StepData
 from megavlm.errors import UserError
 from megavlm.families.shared.videos import moments_of
@@ -60,12 +61,13 @@ def packed_batch(
     pixel_shuffle: int = 1,
     with_patches: bool = True,
     mrope: bool = False,
+    image_token: int = IMAGE,
 ) -> MicroBatch:
     return collate(
         rows,
         CollateSpec(
             seq_length=seq_length,
-            image_token=IMAGE,
+            image_token=image_token,
             pad_token=PAD,
             projector=ProjectorConfig(pixel_shuffle=pixel_shuffle),
             patch_dim=PATCH**2,
@@ -130,6 +132,11 @@ def test_features_follow_the_images_sample_by_sample() -> None:
 def test_a_sample_that_is_too_long_names_the_length_it_needs() -> None:
     with pytest.raises(UserError, match="--seq-length is 8: set --seq-length to at least 9"):
         batch([text([1] * 9, answer=1)])
+
+
+def test_a_language_model_alone_reads_no_images_of_any_source() -> None:
+    with pytest.raises(UserError, match=r"a language model alone .* reads no images"):
+        packed_batch([[text([IMAGE, 1, 2], answer=1, images=(flat(0),))]], image_token=NO_IMAGE)
 
 
 @pytest.mark.parametrize(("objective", "terms"), [("contrastive", [3, 1]), ("sigmoid", [2, 1])])
