@@ -13,7 +13,7 @@ pytest.importorskip("av", reason="pip install av (the extra `video`)")
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.collate import CollateSpec, collate_images
-from megavlm.data.types import ImageRef, Sample, VideoRef
+from megavlm.data.types import ImageRef, Sample, SoundRef, VideoRef, Visual
 from megavlm.data.visuals import Visuals, stored
 from megavlm.families import processor_from
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -93,10 +93,14 @@ def test_pixels_of_images_are_repeated_beside_a_video_only() -> None:
     assert torch.equal(repeated[:, :, 1], repeated[:, :, 0])
 
 
-def test_a_model_without_videos_says_so() -> None:
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [(VideoRef(FILM), "models of this family are trained on images alone"), (SoundRef(b""), "family hear none")],
+)
+def test_a_model_without_videos_or_sounds_says_so(given: Visual, says: str) -> None:
     model = ModelConfig(vision=MODEL.vision, projector=MODEL.projector)
-    with pytest.raises(BadSample, match="models of this family are trained on images alone") as raised:
-        visuals(processor_from(IMAGES, model, model_type="qwen2_5_vl")).layouts([VideoRef(FILM)])
+    with pytest.raises(BadSample, match=says) as raised:
+        visuals(processor_from(IMAGES, model, model_type="qwen2_5_vl")).layouts([given])
     assert raised.value.reason is Reason.UNSUPPORTED
 
 

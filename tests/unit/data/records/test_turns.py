@@ -182,7 +182,7 @@ def test_text_is_one_turn() -> None:
         (llava(human([{"type": "text", "text": 3}]), ANSWER), "llava", Reason.NOT_A_RECORD),
         (llava(human([{"type": "video", "video": "a.mp4"}]), ANSWER), "llava", Reason.UNSUPPORTED),
         (llava(human("<image>"), ANSWER, image="https://example.com/a.jpg"), "llava", Reason.UNSUPPORTED),
-        (llava(human("<audio>"), ANSWER, audios=["a.wav"]), "llava", Reason.UNSUPPORTED),  # would be trained deaf
+        (llava(human("<audio> <audio>"), ANSWER, audios=["a.wav"]), "llava", Reason.IMAGE_COUNT),
         (llava(human("Where?"), said("gpt", "<bbox>"), objects={"bbox": [[1]]}), "llava", Reason.UNSUPPORTED),
     ],
 )
