@@ -51,7 +51,7 @@ OPTIONS = {
     # … language.layers.0 | … language.mtp.0 | language.layers.3, its norm, language.mtp.1 | the rest
     "cuts-mtp": "--pipeline-cuts 8 12 15",
     # … projector | audio_embed, audio.layers.0 | audio.layers.1, audio.projector | embedding and the rest
-    "cuts-audio": "--pipeline-cuts 7 9 11",
+    "cuts-audio": "--pipeline-cuts 6 8 10",
     "colocated": "--placement colocated",
     # An image, or a few small ones, at a time; all but the last pass are computed again.
     "colocated-passes": "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2",
