@@ -26,7 +26,7 @@ class VisionConfig:
     num_layers: int = option(4, "Layers of the vision encoder; 0: none, text only.", valid=TOWER)
     hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
     ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
-    num_attention_heads: int = option(8, "Attention heads; TP pads with zero heads.", valid=AT_LEAST_1)
+    num_attention_heads: int = option(8, "Number of heads; zero heads pad it for TP.", valid=AT_LEAST_1)
     num_query_groups: int | None = option(
         None,
         "Number of key/value heads of the vision encoder (grouped-query attention); default: the number of heads.",
@@ -139,23 +139,14 @@ class VisionConfig:
 class AudioConfig:
     """A Whisper encoder with attention in chunks (Qwen2.5-Omni): two convolutions, layers, a mean over pairs."""
 
-    num_layers: int = option(
-        0,
-        "Layers of the audio encoder; 0: none.",
-        valid=TOWER,
-    )
+    num_layers: int = option(0, "Layers of the audio encoder; 0: none.", valid=TOWER)
     hidden_size: int = option(128, "Hidden size of the audio encoder, even.", valid=AT_LEAST_1, needs=AUDIO)
-    ffn_hidden_size: int = option(256, "Inner width of the audio MLP.", valid=AT_LEAST_1, needs=AUDIO)
-    num_attention_heads: int = option(
-        8,
-        "Attention heads; TP pads with zero heads.",
-        valid=AT_LEAST_1,
-        needs=AUDIO,
-    )
+    ffn_hidden_size: int = option(256, "Inner width of the audio encoder's MLP.", valid=AT_LEAST_1, needs=AUDIO)
+    num_attention_heads: int = option(8, "Number of heads; zero heads pad it for TP.", valid=AT_LEAST_1, needs=AUDIO)
     mel_bins: int = option(128, "Mel frequencies; 100 frames a second.", valid=AT_LEAST_1, needs=AUDIO)
     chunk_frames: int = option(
         200,
-        "Even number of mel frames of a chunk, with which convolutions, positions and attention end.",
+        "Mel frames per chunk, even; convolutions, positions and attention stay within a chunk.",
         valid=AT_LEAST_1,
         needs=AUDIO,
     )

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from megavlm.arch.image_tokens import BLANK, chunk_lengths, features_of, positions_of
-from megavlm.config.schema import AudioConfig, ModelConfig
+from megavlm.config.derived import sequence_parallel
 from megavlm.inputs.batch import SoundBatch
-from megavlm.parallel.groups import Groups
+from megavlm.model.specs import LayerBuilder
 
 _PERIODS = 10000.0  # the longest sinusoid is so many times as long as the shortest
 
@@ -85,9 +85,11 @@ class AudioEmbed(nn.Module):
     The output is computed whole on every tensor-parallel rank, then scattered, as in `PatchEmbed`.
     """
 
-    def __init__(self, audio: AudioConfig, *, dtype: torch.dtype, groups: Groups, sequence_parallel: bool) -> None:
+    def __init__(self, builder: LayerBuilder) -> None:
         super().__init__()
-        self.mel_bins, self.group, self.sequence_parallel = audio.mel_bins, groups.tp, sequence_parallel
+        audio, dtype = builder.config.model.audio, builder.audio.params_dtype
+        self.mel_bins, self.group = audio.mel_bins, builder.groups.tp
+        self.sequence_parallel = sequence_parallel(builder.config)
         self.conv1 = nn.Conv1d(audio.mel_bins, audio.hidden_size, 3, padding=1, dtype=dtype)
         self.conv2 = nn.Conv1d(audio.hidden_size, audio.hidden_size, 3, stride=2, padding=1, dtype=dtype)
 
@@ -113,9 +115,10 @@ class AudioProjector(nn.Module):
     All tensor-parallel ranks compute it alike, so that the gradients of its weights need no reduction.
     """
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, groups: Groups, sequence_parallel: bool) -> None:
+    def __init__(self, builder: LayerBuilder) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = groups.tp, sequence_parallel
+        model, dtype = builder.config.model, builder.audio.params_dtype
+        self.group, self.sequence_parallel = builder.groups.tp, sequence_parallel(builder.config)
         self.norm = nn.LayerNorm(model.audio.hidden_size, dtype=dtype)
         self.linear = nn.Linear(model.audio.hidden_size, model.language.hidden_size, dtype=dtype)
 

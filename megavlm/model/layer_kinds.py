@@ -63,12 +63,7 @@ class LayerImpl:
 
 
 def _build_audio_embed(builder: LayerBuilder, name: str) -> nn.Module:
-    return AudioEmbed(
-        builder.config.model.audio,
-        dtype=builder.audio.params_dtype,
-        groups=builder.groups,
-        sequence_parallel=sequence_parallel(builder.config),
-    )
+    return AudioEmbed(builder)
 
 
 def _build_audio_layer(builder: LayerBuilder, name: str) -> nn.Module:
@@ -76,12 +71,7 @@ def _build_audio_layer(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _build_audio_projector(builder: LayerBuilder, name: str) -> nn.Module:
-    return AudioProjector(
-        builder.config.model,
-        dtype=builder.audio.params_dtype,
-        groups=builder.groups,
-        sequence_parallel=sequence_parallel(builder.config),
-    )
+    return AudioProjector(builder)
 
 
 def _build_vision_layer(builder: LayerBuilder, name: str) -> nn.Module:
@@ -157,7 +147,7 @@ def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _run_audio_embed(chunk: VLMChunk, name: str, hidden: Any, context: MicroBatchContext) -> Tensor:
-    """Put the features of images among the states, until `_run_audio_projector` appends those of sounds to them."""
+    """Keep the features of images as a state, which passes by the audio encoder; return the positions of sounds."""
     context.states.append(hidden)
     sounds = context.batch.sounds
     return chunk.parts[name](None if sounds is None else sounds.mels, context.sound_layout)

@@ -34,7 +34,7 @@ PROCESSOR = SoundProcessor(bins=128, longest=SECONDS * RATE, text="", number=0, 
 
 
 def tone(samples: int, *, seed: int = 0) -> np.ndarray:
-    """Noise under a tone that ends abruptly."""
+    """Return a tone and noise [samples] that end abruptly."""
     rng = np.random.default_rng(seed)
     return (0.4 * np.sin(np.arange(samples) / 7) + 0.01 * rng.standard_normal(samples)).astype(np.float32)
 
