@@ -112,6 +112,8 @@ def _question(record: Any, number: int, label: str, metric: str | None) -> TaskQ
     text = record.get("question")
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where} has no field `question` with a text: write one, or add columns=question:NAME")
+    if listed(record, "audios", "audio"):
+        raise UserError(f"{where} has a sound, which evaluate does not play to the model yet: leave the question out")
     references = _texts(record, where, "answers", "answer")
     choices = _texts(record, where, "choices") if record.get("choices") is not None else ()
     chosen = metric or record.get("metric") or ("multiple_choice" if choices else "exact_match")
