@@ -23,6 +23,8 @@ CASES = [
     slow(4, "qwen3-vl", "--tp 2 --pp 2 --vpp 2"),
     slow(1, "qwen2.5-vl", ""),
     slow(2, "llava-onevision", "--pp 2 --vpp 2"),
+    slow(2, "audio", "--pp 2 --vpp 2"),
+    slow(2, "audio", "--cp 2"),
     slow(4, "gemma3", "--cp 2 --tp 2"),
     slow(4, "qwen3-vl", "--cp 2 --pp 2 --placement colocated"),
     slow(4, "qwen3.5", "--tp 4"),

@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 305,
     "options": 343,
     "flags": 148,  # 150
-    "code lines of tests": 34_534,  # 33,000
+    "code lines of tests": 34_536,  # 33,000
     "words of documentation": 45_000,  # 45,000
 }
 _NO_CODE = {
