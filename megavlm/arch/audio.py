@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megavlm.arch.image_tokens import positions_of
 from megavlm.arch.kind import (
     FP32,
     Communication,
@@ -20,13 +21,15 @@ from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import VisionLayer
 from megavlm.arch.workload import Workload
 from megavlm.config.derived import audio_tower
-from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.config.schema import AudioConfig, ModelConfig, VisionConfig
 
 _TAPS = 3  # mel frames that a convolution reads
 
 
 class AudioEmbed(LayerKind):
     """Two convolutions over time, the second with a stride of two, and sinusoidal positions.
+
+    With `conv_channels` three convolutions over time and frequencies have strides of two, and a linear layer follows.
 
     It reads mel frames; the hidden states before it, features of images, pass by the audio encoder.
     """
@@ -36,22 +39,39 @@ class AudioEmbed(LayerKind):
     cpu_calls = 8
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
-        return self._weights(model) + 2 * model.audio.hidden_size
+        audio = model.audio
+        biases = 2 * audio.hidden_size if audio.conv_channels is None else 3 * audio.conv_channels
+        return sum(weights for weights, _ in _products(audio)) + biases
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        audio, weights = model.audio, self._weights(model)
-        first = audio.mel_bins * audio.hidden_size * _TAPS  # runs for each mel frame, two of which make a position
-        return LayerCost(weights, 2.0 * (first + weights) * work.frames)
+        audio, products = model.audio, _products(model.audio)
+        multiplied = sum(weights * times for weights, times in products) / positions_of(audio.chunk_frames, audio)
+        return LayerCost(sum(weights for weights, _ in products), 2.0 * multiplied * work.frames)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
-        """Return the bytes of mel features, of both inputs of GELU, and of the second convolution's input."""
+        """Return the bytes of mel features, of all inputs of GELU, and of what follows each GELU."""
         audio = scenario.model.audio
+        if audio.conv_channels is not None:
+            maps = 2 * audio.conv_channels * sum(_pixels(audio)) + audio.mel_bins * audio.chunk_frames
+            chunks = -(-scenario.work.frames // positions_of(audio.chunk_frames, audio))
+            return chunks * maps * scenario.bytes_each * trained
         widths = 2 * audio.mel_bins + (2 * 2 + 1) * audio.hidden_size
         return scenario.work.frames * (widths + 2 * audio.hidden_size) * scenario.bytes_each * trained
 
-    def _weights(self, model: ModelConfig) -> int:
-        audio = model.audio
-        return (audio.mel_bins + audio.hidden_size) * audio.hidden_size * _TAPS
+
+def _products(audio: AudioConfig) -> tuple[tuple[int, int], ...]:
+    """Return the weights of each convolution and linear layer, and how often those of a whole chunk are multiplied."""
+    frames, width = audio.chunk_frames, audio.hidden_size
+    if (channels := audio.conv_channels) is None:
+        return (audio.mel_bins * width * _TAPS, frames), (width * width * _TAPS, frames // 2)
+    pairs = zip((1, channels, channels), _pixels(audio), strict=True)
+    convolutions = ((before * channels * _TAPS**2, pixels) for before, pixels in pairs)
+    return *convolutions, (channels * -(-audio.mel_bins // 8) * width, positions_of(frames, audio))
+
+
+def _pixels(audio: AudioConfig) -> tuple[int, ...]:
+    """Return the number of pixels, over time and frequencies, that each of three convolutions makes of a chunk."""
+    return tuple(-(-audio.mel_bins // stride) * -(-audio.chunk_frames // stride) for stride in (2, 4, 8))
 
 
 class AudioLayer(VisionLayer):
@@ -63,14 +83,18 @@ class AudioLayer(VisionLayer):
         return audio_tower(model)
 
     def model_parameters(self, model: ModelConfig) -> int:
-        return super().model_parameters(model) - model.audio.hidden_size  # keys have no bias in the model
+        own = super().model_parameters(model)
+        return own - model.audio.hidden_size * (model.audio.conv_channels is None)  # whose keys have no bias
 
     def seen(self, work: Workload) -> Workload:
         return replace(work, patches=work.frames, patch_squares=work.frame_squares)
 
 
 class AudioProjector(LayerKind):
-    """The mean of every two positions, a norm, and a linear layer to the width of the language model."""
+    """The mean of every two positions, a norm, and a linear layer to the width of the language model.
+
+    With `conv_channels` an inner linear layer follows the norm, and there is no mean.
+    """
 
     reads = Stream.FRAMES
     launches = (7, 10)  # not measured
@@ -78,19 +102,27 @@ class AudioProjector(LayerKind):
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         width, outputs = model.audio.hidden_size, model.language.hidden_size
-        return (width + 1) * outputs + 2 * width
+        return (width + 1) * (outputs + width * _is_mlp(model)) + 2 * width
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        return {"linear.weight": hidden_weight(model.audio.hidden_size, model.language.hidden_size)}
+        width = model.audio.hidden_size
+        inner = {"inner.weight": hidden_weight(width, width)} if _is_mlp(model) else {}
+        return {"linear.weight": hidden_weight(width, model.language.hidden_size), **inner}
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        weights = model.audio.hidden_size * model.language.hidden_size
+        width = model.audio.hidden_size
+        weights = width * (model.language.hidden_size + width * _is_mlp(model))
         return LayerCost(weights, 2.0 * weights * work.sounds)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         width, sounds = scenario.model.audio.hidden_size, scenario.work.sounds
         norm = norm_bytes(scenario, sounds, width, "LayerNorm")
-        return norm + sounds * (width * scenario.bytes_each * trained + 2 * FP32)
+        inputs = 3 if _is_mlp(scenario.model) else 1  # of linear layers and of GELU
+        return norm + sounds * (inputs * width * scenario.bytes_each * trained + 2 * FP32)
 
     def communication(self, scenario: Scenario) -> Communication:
         return Communication((stream_bytes(self.reads, scenario),) * scenario.sequence_parallel)
+
+
+def _is_mlp(model: ModelConfig) -> bool:
+    return model.audio.conv_channels is not None

@@ -13,7 +13,8 @@ newline ends the video. `megavlm/model/vision_ops.py` arranges the features. All
 LlavaOnevision.
 
 A sound of n mel frames, 100 a second, is cut into chunks. A convolution with a stride of two turns a chunk into
-positions, which attend to one another within the chunk. The mean of every two positions is a feature: 25 a second.
+positions, which attend to one another within a window of chunks. The mean of every two positions is a feature: 25 a
+second. Three convolutions with strides of two make a position, and a feature, of eight frames.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megavlm.config.registry import registered
-from megavlm.config.schema import ProjectorConfig
+from megavlm.config.schema import AudioConfig, ProjectorConfig
 from megavlm.errors import UserError
 
 # (height, width) of an image in pixels → (rows, columns) of the tiles of its grid.
@@ -162,11 +163,18 @@ def chunk_lengths(frames: int, chunk: int) -> list[int]:
     return [min(chunk, frames - start) for start in range(0, frames, chunk)]
 
 
-def positions_of(frames: int) -> int:
-    """Return the number of positions of a sound, or of a chunk, of so many mel frames."""
-    return (frames + 1) // 2
+def positions_of(frames: int, audio: AudioConfig) -> int:
+    """Return the number of positions of a sound, or of its part from the beginning of a chunk on."""
+    stride = 2 if audio.conv_channels is None else 8
+    return sum(-(-length // stride) for length in chunk_lengths(frames, audio.chunk_frames))
 
 
-def features_of(frames: int) -> int:
-    """Return the number of features (= audio tokens) of a sound; a position without a partner at its end has none."""
-    return positions_of(frames) // 2
+def windows_of(frames: int, audio: AudioConfig) -> list[int]:
+    """Return the numbers of positions of a sound that attend to one another: those of so many chunks."""
+    windows = chunk_lengths(frames, audio.chunk_frames * audio.window_chunks)
+    return [positions_of(length, audio) for length in windows]
+
+
+def features_of(frames: int, audio: AudioConfig) -> int:
+    """Return the number of features (= audio tokens) of a sound; of two positions each, one left over has none."""
+    return positions_of(frames, audio) // (2 if audio.conv_channels is None else 1)

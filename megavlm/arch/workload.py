@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megavlm.arch.image_tokens import Grid, chunk_lengths, features_of, positions_of, tokens_per_grid
+from megavlm.arch.image_tokens import Grid, features_of, tokens_per_grid, windows_of
 from megavlm.config.derived import has_vision, tower_merge, usual_side
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
@@ -24,8 +24,8 @@ class Workload:
     token_squares: int  # Σ over samples of length²
     sliding_squares: int  # the same with a sliding window; used if the language model has one
     trained_tokens: int  # positions that have a loss: the output layer runs for these alone
-    frames: int = 0  # positions of the audio encoder, each of two mel frames
-    frame_squares: int = 0  # Σ over chunks of sounds of positions²
+    frames: int = 0  # positions of the audio encoder, each of two or eight mel frames
+    frame_squares: int = 0  # Σ over windows of sounds of positions²
     sounds: int = 0  # features of sounds
 
 
@@ -76,9 +76,9 @@ def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
 
 def sound_work(frames: Sequence[int], model: ModelConfig) -> dict[str, int]:
     """Return the fields of a workload that sounds of so many mel frames have."""
-    chunks = [positions_of(length) for each in frames for length in chunk_lengths(each, model.audio.chunk_frames)]
-    squares = sum(length**2 for length in chunks)
-    return {"frames": sum(chunks), "frame_squares": squares, "sounds": sum(map(features_of, frames))}
+    windows = [length for each in frames for length in windows_of(each, model.audio)]
+    squares, features = sum(length**2 for length in windows), (features_of(each, model.audio) for each in frames)
+    return {"frames": sum(windows), "frame_squares": squares, "sounds": sum(features)}
 
 
 def typical_workload(config: Config) -> Workload:

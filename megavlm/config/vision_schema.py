@@ -137,7 +137,10 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class AudioConfig:
-    """A Whisper encoder with attention in chunks (Qwen2.5-Omni): two convolutions, layers, a mean over pairs."""
+    """A Whisper encoder with attention in chunks: two convolutions, layers, a mean over pairs (Qwen2.5-Omni).
+
+    With `conv_channels`: three convolutions, layers, an MLP (Qwen3-Omni).
+    """
 
     num_layers: int = option(0, "Layers of the audio encoder; 0: none.", valid=TOWER)
     hidden_size: int = option(128, "Hidden size of the audio encoder, even.", valid=AT_LEAST_1, needs=AUDIO)
@@ -149,4 +152,14 @@ class AudioConfig:
         "Mel frames per chunk, even; convolutions, positions and attention stay within a chunk.",
         valid=AT_LEAST_1,
         needs=AUDIO,
+    )
+    conv_channels: int | None = option(
+        None,
+        "Channels of three convolutions over time and frequencies, which turn eight frames into a position, and each "
+        "position into a feature (Qwen3-Omni); default: two over time, and features of two positions.",
+        valid=AT_LEAST_1,
+        needs=AUDIO,
+    )
+    window_chunks: int = option(
+        1, "Neighbouring chunks whose positions attend to one another.", valid=AT_LEAST_1, needs=AUDIO
     )

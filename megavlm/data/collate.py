@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megavlm.arch.image_tokens import Grid, features_of, tokens_per_image
 from megavlm.arch.objectives import objective_of
 from megavlm.config.derived import has_vision
-from megavlm.config.schema import Config, ProjectorConfig
+from megavlm.config.schema import AudioConfig, Config, ProjectorConfig
 from megavlm.data.tokenizers import NO_IMAGE
 from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, WITHOUT_VISION, Row, Sample
 from megavlm.errors import UserError
@@ -39,7 +39,7 @@ class CollateSpec:
     projector: ProjectorConfig  # determines the number of image tokens of an image
     patch_dim: int  # values of a patch: channels × patch side²
     audio_token: int | None = None  # token of a sound's features, each of which has a position as text has
-    mel_bins: int = 0
+    audio: AudioConfig = field(default_factory=AudioConfig)
     video_token: int | None = None  # token of a video's features, if it differs from the image token
     channels: int = 3
     frames_per_patch: int = 1  # of a video; a patch of an image always has one
@@ -65,7 +65,7 @@ class CollateSpec:
             projector=model.projector,
             patch_dim=model.vision.in_channels * model.vision.patch_size**2,
             audio_token=model.audio_token,
-            mel_bins=model.audio.mel_bins,
+            audio=model.audio,
             video_token=model.video_token,
             channels=model.vision.in_channels,
             frames_per_patch=model.vision.temporal_patch_size,
@@ -113,7 +113,7 @@ def collate_sounds(samples: Sequence[Sample], tokens: Tensor, spec: CollateSpec)
         return None
     sounds = [sound for sample in samples for sound in sample.sounds]
     positions = torch.nonzero(tokens.flatten() == spec.audio_token)[:, 0]
-    mels = torch.cat([torch.empty(0, spec.mel_bins), *(sound.mels() for sound in sounds)])
+    mels = torch.cat([torch.empty(0, spec.audio.mel_bins), *(sound.mels() for sound in sounds)])
     return SoundBatch(tuple(sound.frames for sound in sounds), mels, positions, torch.arange(len(positions)))
 
 
@@ -257,7 +257,7 @@ def _check_features(sample: Sample, spec: CollateSpec) -> None:
     tokens = int(spec.are_features(sample.tokens).sum())
     assert tokens == features, f"{tokens} image tokens for {features} image features"
     tokens = int((sample.tokens == spec.audio_token).sum())
-    heard = sum(features_of(sound.frames) for sound in sample.sounds)
+    heard = sum(features_of(sound.frames, spec.audio) for sound in sample.sounds)
     assert tokens == heard, f"{tokens} audio tokens for {heard} features of sounds"
 
 

@@ -81,7 +81,7 @@ class SyntheticSource(ComputedSource):
         self.image_token = self.vocab_size - 1 if config.model.image_token is None else config.model.image_token
         others = (config.model.video_token, config.model.audio_token)
         self._feature_tokens = sorted({self.image_token, *(token for token in others if token is not None)})
-        self._audio_token, self._mel_bins = config.model.audio_token, config.model.audio.mel_bins
+        self._audio_token, self._audio = config.model.audio_token, config.model.audio
         self._sounds = config.data.sound_frames or (0,)
         self._seed = config.train.seed
         self._seq_length = config.train.seq_length
@@ -104,7 +104,7 @@ class SyntheticSource(ComputedSource):
         needed, count = max(
             (sum(self._features((side,) * count)) + 2, count) for count in self._counts for side in self._sides
         )
-        needed += max(map(features_of, self._sounds))
+        needed += max(features_of(frames, self._audio) for frames in self._sounds)
         if needed > self._seq_length:
             raise UserError(
                 f"--seq-length {self._seq_length} is too short for {count} image(s) of {needed - 2} tokens in all: set "
@@ -117,7 +117,7 @@ class SyntheticSource(ComputedSource):
         sides = () if self._is_imageless(index) else self._sides_of(index)
         feature_counts, frames = self._features(sides), self._sounds[index % len(self._sounds)]
         rng = generator(seed=self._seed, index=index, stream=_TEXT)
-        text_length = self._seq_length - sum(feature_counts) - features_of(frames)
+        text_length = self._seq_length - sum(feature_counts) - features_of(frames, self._audio)
         entries = self.vocab_size - 1 - len(self._feature_tokens)  # nor 0, which pads
         drawn = rng.integers(entries, size=text_length, dtype=np.int64)
         answer_length = round(text_length * self._data.answer_share * rng.uniform(0.5, 1.5))
@@ -127,7 +127,7 @@ class SyntheticSource(ComputedSource):
             text += text >= token
         # N images cut the prompt into N + 1 pieces of equal length. The prompt is not trained.
         pieces = np.array_split(text[: text_length - answer_length], len(sides) + 1)
-        heard = np.full(features_of(frames), self._audio_token or 0, dtype=np.int64)
+        heard = np.full(features_of(frames, self._audio), self._audio_token or 0, dtype=np.int64)
         parts: list[NDArray[np.int64]] = [heard, pieces[0]]
         for count, piece in zip(feature_counts, pieces[1:], strict=True):
             parts += [np.full(count, self.image_token, dtype=np.int64), piece]
@@ -140,7 +140,7 @@ class SyntheticSource(ComputedSource):
         return Sample(np.concatenate(parts), trained, images, tile_groups, sounds=sounds)
 
     def _mels(self, index: int, frames: int) -> Tensor:
-        drawn = generator(seed=self._seed, index=index, stream=_SOUND).standard_normal((frames, self._mel_bins))
+        drawn = generator(seed=self._seed, index=index, stream=_SOUND).standard_normal((frames, self._audio.mel_bins))
         return torch.from_numpy(drawn.astype(np.float32))
 
     def _is_imageless(self, index: int) -> bool:

@@ -27,7 +27,7 @@ from megavlm.inputs.sounds import RATE, SoundProcessor
 from megavlm.json_files import number, whole
 
 IMAGE, AUDIO = "<|IMAGE|>", "<|AUDIO|>"
-_RANGES = {
+RANGES = {
     **dict.fromkeys(("chunk_length", "feature_size", "sampling_rate", "hop_length", "n_fft"), whole(1, 2**20)),
     **dict.fromkeys(("dither", "padding_value"), number(-1, 1)),
 }
@@ -57,7 +57,7 @@ _AUDIO: dict[str, Any] = {
 
 def config(settings: Settings) -> ModelConfig:
     """Return the `ModelConfig` of a Qwen2_5OmniThinkerConfig, or of the thinker in a Qwen2_5OmniConfig."""
-    thinker = settings.section("thinker_config") if "thinker_config" in settings.values else settings
+    thinker = thinker_of(settings)
     indices = {f"{kind}_token_id": thinker.get(f"{kind}_token_index", None) for kind in ("image", "video", "audio")}
     thinker = with_defaults(Settings({**thinker.values, **indices}, thinker.where), _TOP)
     tower = with_defaults(thinker.section("vision_config"), qwen2_vl.WINDOWED_VISION)
@@ -76,10 +76,15 @@ def config(settings: Settings) -> ModelConfig:
         steps_per_second=thinker.need("position_id_per_seconds"),
     )
     sounds = with_defaults(thinker.section("audio_config"), _AUDIO)
-    return replace(model, audio=_audio(sounds, text.hidden_size), audio_token=thinker.need("audio_token_id"))
+    return replace(model, audio=audio_encoder(sounds, text.hidden_size), audio_token=thinker.need("audio_token_id"))
 
 
-def _audio(sounds: Settings, outputs: int) -> AudioConfig:
+def thinker_of(settings: Settings) -> Settings:
+    """Return the settings of the thinker, which may be a section of those of a model that speaks."""
+    return settings.section("thinker_config") if "thinker_config" in settings.values else settings
+
+
+def audio_encoder(sounds: Settings, outputs: int) -> AudioConfig:
     """Return the audio encoder of a Qwen2_5OmniAudioEncoderConfig."""
     sounds.require("activation_function", "gelu", why="only GELU is known here")
     if sounds.need("output_dim") != outputs:
@@ -100,27 +105,38 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     for place in range(model.vision.num_layers):
         layer, hf_layer = f"{VISION_LAYER}{place}.", f"{prefixes.vision}blocks.{place}."
         names |= qkv(f"{layer}self_attention.linear_qkv", f"{hf_layer}attn.{{}}", model.vision, bias=True)
-    tower, prefix = audio_tower(model), f"{prefixes.vision.removesuffix('visual.')}audio_tower."
+    prefix = audio_prefix(prefixes)
+    return {
+        **names,
+        **audio_layers(model, prefix, missing="k"),
+        **module(f"{AUDIO_EMBED}.conv1", f"{prefix}conv1", "weight", "bias"),
+        **module(f"{AUDIO_EMBED}.conv2", f"{prefix}conv2", "weight", "bias"),
+        **linear(f"{AUDIO_PROJECTOR}.linear", f"{prefix}proj", bias=True),
+    }
+
+
+def audio_prefix(prefixes: NamePrefixes) -> str:
+    """Return the prefix of the audio encoder, which is beside the vision tower."""
+    return f"{prefixes.vision.removesuffix('visual.')}audio_tower."
+
+
+def audio_layers(model: ModelConfig, prefix: str, *, missing: str = "") -> Table:
+    """Return the table of the audio encoder's layers and of their last norm; biases of `missing` are in no file."""
+    tower, names = audio_tower(model), linear(f"{AUDIO_PROJECTOR}.norm", f"{prefix}ln_post", bias=True)
     heads, width = tower.num_attention_heads, tower.hidden_size // tower.num_attention_heads
     for place in range(tower.num_layers):
         layer, hf_layer = f"{AUDIO_LAYER}{place}.", f"{prefix}layers.{place}."
         attention, pattern = f"{layer}self_attention.", f"{hf_layer}self_attn.{{}}_proj."
         names |= {
             f"{attention}linear_qkv.weight": QKV(f"{pattern}weight", heads, width),
-            f"{attention}linear_qkv.bias": QKV(f"{pattern}bias", heads, width, missing="k"),
+            f"{attention}linear_qkv.bias": QKV(f"{pattern}bias", heads, width, missing=missing),
             **linear(f"{attention}linear_proj", f"{hf_layer}self_attn.out_proj", bias=True),
             **linear(f"{layer}input_layernorm", f"{hf_layer}self_attn_layer_norm", bias=True),
             **linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}final_layer_norm", bias=True),
             **linear(f"{layer}mlp.linear_fc1", f"{hf_layer}fc1", bias=True),
             **linear(f"{layer}mlp.linear_fc2", f"{hf_layer}fc2", bias=True),
         }
-    return {
-        **names,
-        **module(f"{AUDIO_EMBED}.conv1", f"{prefix}conv1", "weight", "bias"),
-        **module(f"{AUDIO_EMBED}.conv2", f"{prefix}conv2", "weight", "bias"),
-        **linear(f"{AUDIO_PROJECTOR}.norm", f"{prefix}ln_post", bias=True),
-        **linear(f"{AUDIO_PROJECTOR}.linear", f"{prefix}proj", bias=True),
-    }
+    return names
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
@@ -142,18 +158,18 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
     """Return the image processor, with what WhisperFeatureExtractor's options in the same file say of sounds."""
     built: Any = qwen_vl.build_processor(options, model, shared)
+    longest = RATE * options.get("chunk_length", 300)
+    marks = {"text": AUDIO, "start": "<|audio_bos|>", "end": "<|audio_eos|>"}
+    sounds = build_sounds(options, model, longest=longest, **marks)
+    return replace(built, **_MARKS, image_token=IMAGE, placeholder=IMAGE.join(_MARKS.values()), sounds=sounds)
+
+
+def build_sounds(options: Json, model: ModelConfig, **fields: Any) -> SoundProcessor:
+    """Return the processor of sounds with these fields. Raises UserError for options that are not known here."""
     for name, known in {"feature_size": model.audio.mel_bins, **_SOUNDS}.items():
         require_model_value(options, name, known)
     assert model.audio_token is not None
-    sounds = SoundProcessor(
-        bins=model.audio.mel_bins,
-        longest=RATE * options.get("chunk_length", 300),
-        text=AUDIO,
-        number=model.audio_token,
-        start="<|audio_bos|>",
-        end="<|audio_eos|>",
-    )
-    return replace(built, **_MARKS, image_token=IMAGE, placeholder=IMAGE.join(_MARKS.values()), sounds=sounds)
+    return SoundProcessor(audio=model.audio, number=model.audio_token, **fields)
 
 
 FAMILY = Family(
@@ -162,7 +178,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=inputs,
-    image_processors=(replace(qwen_vl.PROCESSOR, model_types=_TYPES, build=build_processor, ranges=_RANGES),),
+    image_processors=(replace(qwen_vl.PROCESSOR, model_types=_TYPES, build=build_processor, ranges=RANGES),),
     image_text=IMAGE,
     chat_template=CHATML,
     unused=(r".*audio_tower\.audio_bos_eos_token\.weight", r"talker\..*", r"token2wav\..*"),

@@ -112,21 +112,29 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
     return {name: value for name, value in qwen_inputs(batch, model).items() if name != "position_ids"}
 
 
-def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+def table(
+    model: ModelConfig,
+    prefixes: NamePrefixes,
+    *,
+    mergers: str = "deepstack_merger_list",
+    parts: tuple[str, str, str] = ("norm", "linear_fc1", "linear_fc2"),
+) -> Table:
+    """Return the table; `mergers` are those of DeepStack, and `parts` the names of norm and layers in each merger."""
+    norm, inner, outer = parts
     vision, visual = model.vision, prefixes.vision
     names = patch_embed_table(vision, visual)
     names["patch_embed.position"] = Rename(f"{visual}pos_embed.weight")
     for layer, hf_layer in blocks(vision, f"{visual}blocks."):
         names |= attention_table(vision, layer, hf_layer)
         names |= mlp(layer, hf_layer, ("linear_fc1", "linear_fc2"))
-    mergers = {PROJECTOR: f"{visual}merger."}
+    merging = {PROJECTOR: f"{visual}merger."}
     for number in range(len(vision.deepstack_layers)):
-        mergers[f"{DEEPSTACK}{number}"] = hf_layer = f"{visual}deepstack_merger_list.{number}."
-        names |= linear(f"{DEEPSTACK}{number}.norm", f"{hf_layer}norm", bias=True)
-    for layer, hf_layer in mergers.items():
-        names |= linear(f"{layer}.linear_fc1", f"{hf_layer}linear_fc1", bias=True)
-        names |= linear(f"{layer}.linear_fc2", f"{hf_layer}linear_fc2", bias=True)
-    names |= linear(VISION_NORM, f"{visual}merger.norm", bias=True)
+        merging[f"{DEEPSTACK}{number}"] = hf_layer = f"{visual}{mergers}.{number}."
+        names |= linear(f"{DEEPSTACK}{number}.norm", f"{hf_layer}{norm}", bias=True)
+    for layer, hf_layer in merging.items():
+        names |= linear(f"{layer}.linear_fc1", f"{hf_layer}{inner}", bias=True)
+        names |= linear(f"{layer}.linear_fc2", f"{hf_layer}{outer}", bias=True)
+    names |= linear(VISION_NORM, f"{visual}merger.{norm}", bias=True)
     return names | language_table(model, prefixes)
 
 

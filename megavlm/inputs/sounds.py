@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.arch.image_tokens import features_of
+from megavlm.config.schema import AudioConfig
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt
 
@@ -36,43 +37,46 @@ class Sound:
 
 @dataclass(frozen=True)
 class SoundProcessor:
-    """Turns the sounds of one model into mel features and text. `number` is the id of the audio token `text`."""
+    """Turns the sounds of one model into mel features and text. `number` is the id of the audio token `text`.
 
-    bins: int
+    With `padded`, silence follows a sound, as in a reference that fills it up to `longest`. Otherwise the end is as
+    where a sound is alone in a batch: frames that reach beyond it are reflected, and begin before the last whole hop.
+    """
+
+    audio: AudioConfig
     longest: int  # samples of a sound that are read
     text: str
     number: int
     start: str
     end: str
+    padded: bool = True
 
     def layout(self, samples: int, image_token: str) -> Layout:
         """Return the prompt of a sound, in whose place the tokenizer sees an image. Raises BadSample for a click."""
-        frames = frames_of(min(samples, self.longest))
-        if not (features := features_of(frames)):
+        frames = self.frames_of(min(samples, self.longest))
+        if not (features := features_of(frames, self.audio)) or samples <= _WINDOW // 2:
             raise BadSample(Reason.TOO_NARROW, f"the sound has {samples} samples, too few for a feature")
         prompt = Prompt(image_token, (self.start, self.end), (features,), self.number)
-        return Layout((frames, self.bins), (), (0, 0), prompt, frames=frames)
+        return Layout((frames, self.audio.mel_bins), (), (0, 0), prompt, frames=frames)
 
     def mels(self, samples: NDArray[np.float32]) -> Tensor:
         """Return the log-mel features [T, M] fp32 of samples [n] between −1 and 1, of which `longest` are read.
 
-        Silence follows the sound, as in the reference, which fills it up to `longest`. The frames in which the sound
-        ends count for the loudest power, from which the range is measured.
+        The frames in which a padded sound ends count for the loudest power, from which the range is measured.
         """
         import torch
 
         given = torch.from_numpy(samples[: self.longest].astype(np.float32, copy=False))
-        padded = torch.nn.functional.pad(given, (0, min(_WINDOW, self.longest - len(given))))
+        padded = torch.nn.functional.pad(given, (0, min(_WINDOW, self.longest - len(given)) * self.padded))
         spectrum = torch.stft(padded, _WINDOW, _HOP, window=torch.hann_window(_WINDOW), return_complex=True)
-        power = torch.from_numpy(_mel_filters(self.bins)) @ spectrum[:, :-1].abs() ** 2
+        power = torch.from_numpy(_mel_filters(self.audio.mel_bins)) @ spectrum[:, :-1].abs() ** 2
         logs = power.clamp(min=_FLOOR).log10()
         logs = torch.maximum(logs, logs.max() - _RANGE)
-        return ((logs + 4) / 4)[:, : frames_of(len(given))].T.contiguous()
+        return ((logs + 4) / 4)[:, : self.frames_of(len(given))].T.contiguous()
 
-
-def frames_of(samples: int) -> int:
-    """Return the number of mel frames of a sound."""
-    return -(-samples // _HOP)
+    def frames_of(self, samples: int) -> int:
+        """Return the number of mel frames of a sound."""
+        return -(-samples // _HOP) if self.padded else samples // _HOP
 
 
 @lru_cache(maxsize=4)

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from torch import Tensor
 
 from megavlm.arch.dims import RowSplit
-from megavlm.arch.image_tokens import TileGroup, positions_of, smallest_grid, tokens_per_grid, tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
 from megavlm.arch.layers import AUDIO_EMBED, is_merged
@@ -58,12 +58,12 @@ class MicroBatchContext:
     def sound_layout(self) -> SoundLayout:
         """Return the layout of the packed positions of sounds."""
         multiple = sequence_multiple("audio", self.config, tp=self.groups.dims.tp)
-        return SoundLayout.of(self.batch.sounds, chunk=self.config.model.audio.chunk_frames, multiple=multiple)
+        return SoundLayout.of(self.batch.sounds, self.config.model.audio, multiple=multiple)
 
     @cached_property
     def sound_packing(self) -> Packing:
-        """Return the sequences of audio layers, which are chunks of sounds."""
-        return packed(self.sound_layout.bounds, self.device, usual=positions_of(self.config.model.audio.chunk_frames))
+        """Return the sequences of audio layers, which are windows of sounds."""
+        return packed(self.sound_layout.bounds, self.device, usual=self.sound_layout.usual)
 
     @cached_property
     def layout(self) -> VisionLayout:

@@ -110,6 +110,7 @@ CASES = {
     "cohere": (1, COHERE),
     "tp2-cohere-bf16": (2, f"--tp 2 {COHERE} --precision bf16"),
     "audio": (1, AUDIO),
+    "audio-maps": (1, f"{AUDIO} --set model.audio.conv_channels=16 model.audio.chunk_frames=100"),
     "tp2-audio-full": (2, f"--tp 2 {AUDIO} --recompute-granularity full"),
     "pp2-vpp2-audio-bf16": (2, f"--pp 2 --vpp 2 {AUDIO} --precision bf16"),
     "minicpm-v": (1, MINICPM),

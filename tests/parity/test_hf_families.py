@@ -136,6 +136,7 @@ def test_a_run_is_verified_against_its_folder(name: str, single: Single, tmp_pat
         ("qwen3.5", ["mtp.layers.0.input_layernorm.weight"]),
         slow("glm-ocr", ["model.language_model.layers.16.eh_proj.weight"]),
         slow("exaone4.5", ["mtp.layers.0.input_layernorm.weight"]),
+        slow("omni3-moe", ["talker.model.norm.weight", "code2wav.decoder.0.bias"]),
         ("cosmos3", ["layers.0.self_attn.add_q_proj.weight", "layers.0.mlp_moe_gen.up_proj.weight", "proj_in.bias"]),
     ],
 )
@@ -307,6 +308,7 @@ KNOWN = {
     "internvl3_5_30b_a3b": "30.8",
     "internvl3_5_241b_a28b": "240.7",
     "glm_4_5v": "107.7",
+    "qwen3_omni_30b_a3b": "31719205488",
     "lighton_ocr_1b": "1.006",
 }
 

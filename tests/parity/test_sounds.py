@@ -14,8 +14,9 @@ import torch
 import transformers
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from megavlm.config.schema import DataConfig, DatasetConfig
+from megavlm.config.schema import AudioConfig, DataConfig, DatasetConfig
 from megavlm.data import clips
 from megavlm.data.collate import CollateSpec, collate, mrope_positions
 from megavlm.data.file_source import FilesSource
@@ -30,7 +31,7 @@ from tests.support.tiny_models import tiny
 from tests.support.tokenizers import byte_level
 
 SECONDS = 2
-PROCESSOR = SoundProcessor(bins=128, longest=SECONDS * RATE, text="", number=0, start="", end="")
+PROCESSOR = SoundProcessor(AudioConfig(), longest=SECONDS * RATE, text="", number=0, start="", end="")
 
 
 def tone(samples: int, *, seed: int = 0) -> np.ndarray:
@@ -48,26 +49,42 @@ def write_wav(path: Path, samples: np.ndarray, rate: int) -> None:
         file.writeframes(samples.tobytes())
 
 
-@pytest.mark.parametrize("samples", [1, 399, 1600, 20_003, SECONDS * RATE - 100, SECONDS * RATE, SECONDS * RATE + 999])
-def test_features_are_those_of_whisper(samples: int) -> None:
-    extractor = transformers.WhisperFeatureExtractor(feature_size=128, chunk_length=SECONDS)
+def whisper(samples: np.ndarray, *, padded: bool, bins: int = 128) -> torch.Tensor:
+    """Return the features [T, M] that Transformers computes, padded as Qwen2.5-Omni's or alone as Qwen3-Omni's."""
+    extractor = transformers.WhisperFeatureExtractor(feature_size=bins, chunk_length=SECONDS)
+    options = {"padding": "max_length"} if padded else {"padding": True, "truncation": False}
+    found = extractor([samples], sampling_rate=RATE, return_attention_mask=True, return_tensors="pt", **options)
+    return found["input_features"][0].T[found["attention_mask"][0].bool()]
+
+
+LENGTHS = (1, 399, 1600, 20_003, SECONDS * RATE - 100, SECONDS * RATE, SECONDS * RATE + 999)
+
+
+@pytest.mark.parametrize(
+    ("samples", "padded"), [*((n, True) for n in LENGTHS), *((n, False) for n in (201, *LENGTHS[1:-1]))]
+)
+def test_features_are_those_of_whisper(samples: int, padded: bool) -> None:
     given = tone(samples)
-    theirs = extractor(
-        [given], sampling_rate=RATE, padding="max_length", return_attention_mask=True, return_tensors="pt"
-    )
-    expected = theirs["input_features"][0].T[theirs["attention_mask"][0].bool()]
-    ours = PROCESSOR.mels(given)
+    ours, expected = replace(PROCESSOR, padded=padded).mels(given), whisper(given, padded=padded)
     assert ours.shape == expected.shape
     assert (ours - expected).abs().max() < 1e-5
+
+
+def test_a_click_without_a_whole_window_is_refused() -> None:
+    alone = replace(PROCESSOR, audio=AudioConfig(conv_channels=6, chunk_frames=100), padded=False)
+    assert alone.layout(201, "").prompt.runs == (1,)
+    with pytest.raises(BadSample, match="200 samples, too few"):
+        alone.layout(200, "")
 
 
 def test_silence_has_features() -> None:
     assert PROCESSOR.mels(np.zeros(3200, np.float32)).unique().tolist() == [-1.5]
 
 
-def test_positions_of_sounds_count_as_those_of_text() -> None:
+@pytest.mark.parametrize(("name", "frames"), [("omni", (11, 8)), ("omni3-moe", (24, 9))])
+def test_positions_of_sounds_count_as_those_of_text(name: str, frames: tuple[int, int]) -> None:
     """Two words, a sound of three features, an image of 2 × 3, a sound of two, a word; each between its marks."""
-    model = tiny("omni").model
+    model = tiny(name).model
     config = model.config
     sound, image = config.audio_token_id, config.image_token_id
     marks = config.vision_start_token_id, config.audio_start_token_id
@@ -77,7 +94,7 @@ def test_positions_of_sounds_count_as_those_of_text() -> None:
         given,
         image_grid_thw=torch.tensor([[1, 4, 6]]),
         attention_mask=torch.ones_like(given),
-        audio_seqlens=torch.tensor([11, 8]),
+        audio_seqlens=torch.tensor(frames),
     )
     ours = mrope_positions(np.array(tokens) == image, [((4, 6), (0,))], merge=2)
     assert ours.tolist() == theirs[:, 0].tolist()
@@ -118,39 +135,50 @@ def test_compressed_files_sound_as_they_did(suffix: str, codec: str, loudness: f
 
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
-{% if part['type'] == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>{% elif part['type'] == 'audio' %}\
-<|audio_bos|><|AUDIO|><|audio_eos|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'audio' %}\
+AUDIO{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-MARKS = "<|endoftext|> <|im_start|> <|im_end|> <|vision_bos|> <|vision_eos|> <|IMAGE|> <|VIDEO|> <|audio_bos|> "
-MARKS += "<|audio_eos|> <|AUDIO|>"
+# What stands before an image, for it, and behind it; the same of a sound; for a video.
+MARKS = {
+    "omni": "<|vision_bos|> <|IMAGE|> <|vision_eos|> <|audio_bos|> <|AUDIO|> <|audio_eos|> <|VIDEO|>".split(),
+    "omni3-moe": (
+        "<|vision_start|> <|image_pad|> <|vision_end|> <|audio_start|> <|audio_pad|> <|audio_end|> <|video_pad|>"
+    ).split(),
+}
+TOWERS = {"omni": {"patch_size": 14, "window_size": 56}, "omni3-moe": {"patch_size": 14}}
 TALK = ("What is in the picture? ", "Is it blue? ", "A cat and a dog.")
 
 
-def test_a_record_gives_the_logits_that_transformers_gives(single: Single, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MARKS)
+def test_a_record_gives_the_logits_that_transformers_gives(name: str, single: Single, tmp_path: Path) -> None:
     """A sound, an image and another sound in one question; Transformers' positions, mel features and pixels."""
+    marks, padded = MARKS[name], name == "omni"
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=byte_level(MARKS.split()), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *marks]),
+        **{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     )
-    known = tokenizer.get_vocab()
-    marks = {"image": "<|IMAGE|>", "video": "<|VIDEO|>", "audio": "<|AUDIO|>"}
+    before_image, image_mark, behind_image, before_sound, sound_mark, behind_sound, video_mark = marks
+    known, number = tokenizer.get_vocab(), "token_index" if padded else "token_id"
     theirs = tiny(
-        "omni",
-        vision={"patch_size": 14, "window_size": 56},
+        name,
+        vision=TOWERS[name],
         text={"vocab_size": len(tokenizer) + 3},
-        **{f"{kind}_token_index": known[mark] for kind, mark in marks.items()},
-        **{"vision_start_token_id": known["<|vision_bos|>"], "audio_start_token_id": known["<|audio_bos|>"]},
+        **{f"image_{number}": known[image_mark], f"video_{number}": known[video_mark]},
+        **{f"audio_{number}": known[sound_mark], "audio_start_token_id": known[before_sound]},
+        vision_start_token_id=known[before_image],
     )
     folder = hf.save(theirs, tmp_path / "hf")
     tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    template = TEMPLATE.replace("IMAGE", "".join(marks[:3])).replace("AUDIO", "".join(marks[3:6]))
+    (folder / "chat_template.jinja").write_text(template)
     images = Qwen2VLImageProcessorPil(patch_size=14, size=PIXELS)
     extractor = transformers.WhisperFeatureExtractor(feature_size=12, chunk_length=SECONDS)
     (folder / "preprocessor_config.json").write_text(json.dumps({**extractor.to_dict(), **images.to_dict()}))
 
     image, samples = (
         Image.fromarray(picture(60, 90)),
-        [(tone(n, seed=n) * 32767).astype(np.int16) for n in (5000, 3333)],
+        [(tone(n, seed=n) * 32767).astype(np.int16) for n in (5000, 17_333)],
     )
     image.save(tmp_path / "a.png")
     for number, each in enumerate(samples):
@@ -160,26 +188,27 @@ def test_a_record_gives_the_logits_that_transformers_gives(single: Single, tmp_p
     record = {"messages": said, "images": ["a.png"], "audios": ["0.wav", "1.wav"]}
     (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
 
-    config = hf.config_for(folder, seq_length=160)
+    config = hf.config_for(folder, seq_length=200)
     config = replace(config, data=DataConfig(datasets=(DatasetConfig(path=str(tmp_path / "train.jsonl")),)))
     source = FilesSource(config)
     (encoded,) = source.encode(0).samples
     sample = source.load(Segment(0, encoded))
-    batch = collate([[sample]], CollateSpec.of(config, source, seq_length=160))
+    batch = collate([[sample]], CollateSpec.of(config, source, seq_length=200))
     (logits,) = hf.engine_for(config, folder, single).schedule.logits([batch])
 
-    mels = extractor(
-        [each / np.float32(32768) for each in samples],
-        **{"sampling_rate": RATE, "padding": "max_length", "return_attention_mask": True, "return_tensors": "pt"},
-    )
+    mels = [whisper(each / np.float32(32768), padded=padded, bins=12) for each in samples]
+    lengths = torch.tensor([len(each) for each in mels])
     pixels = images(images=[image], return_tensors="pt")
-    counts = [int(((length - 1) // 2 + 1 - 2) // 2 + 1) for length in mels["attention_mask"].sum(-1)]
-    heard = [f"<|audio_bos|>{'<|AUDIO|>' * count}<|audio_eos|>" for count in counts]
-    seen = f"<|vision_bos|>{'<|IMAGE|>' * int(pixels['image_grid_thw'].prod() // 4)}<|vision_eos|>"
+    counts = ((lengths - 1) // 2 + 1 - 2) // 2 + 1 if padded else _get_feat_extract_output_lengths(lengths)
+    heard = [before_sound + sound_mark * count + behind_sound for count in counts.tolist()]
+    seen = before_image + image_mark * int(pixels["image_grid_thw"].prod() // 4) + behind_image
     text = f"<|im_start|>user\n{heard[0]}{TALK[0]}{seen}{TALK[1]}{heard[1]}<|im_end|>\n"
     given = tokenizer(f"{text}<|im_start|>assistant\n{TALK[2]}<|im_end|>\n", return_tensors="pt")
     assert given["input_ids"][0].tolist() == sample.tokens.tolist()
-    inputs = {"input_features": mels["input_features"], "feature_attention_mask": mels["attention_mask"]}
+    inputs = {
+        "input_features": torch.nn.utils.rnn.pad_sequence(mels, batch_first=True).mT,
+        "feature_attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+    }
     with torch.no_grad():
         expected = theirs(
             given["input_ids"], attention_mask=given["attention_mask"], **inputs, **pixels, use_cache=False

@@ -114,7 +114,7 @@ def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, s
         counts = iter(tokens_per_image([grid for each in held for grid in each.grids], groups, model.projector))
         tokens: list[int] = []
         for sound in sounds:
-            tokens += [words.pop(), *[model.audio_token or 0] * features_of(sound.frames), words.pop()]
+            tokens += [words.pop(), *[model.audio_token or 0] * features_of(sound.frames, model.audio), words.pop()]
         for each, before in zip(groups or held, (None, *(groups or held)), strict=False):
             if isinstance(each, TileGroup) and each.kind != "image":
                 inside = isinstance(before, TileGroup) and before.kind == "frame"
@@ -147,7 +147,7 @@ def batch_of_rows(config: Config, rows: Sequence[Sequence[Sample]]) -> MicroBatc
             patch_dim=model.vision.in_channels * model.vision.patch_size**2,
             video_token=model.video_token,
             audio_token=model.audio_token,
-            mel_bins=model.audio.mel_bins,
+            audio=model.audio,
             frames_per_patch=model.vision.temporal_patch_size,
             mrope=bool(model.language.mrope_section),
             canvas_tokens=model.canvas_tokens,

@@ -197,7 +197,25 @@ OMNI: dict[str, Any] = {
     },
     **{"image_token_index": 60, "video_token_index": 59, "audio_token_index": 56, "vision_start_token_id": 58},
 }
+# Windows of two chunks, which have 100 frames in all models of this kind.
+OMNI3: dict[str, Any] = {
+    "audio_config": {
+        **{"model_type": "qwen3_omni_moe_audio_encoder", "num_mel_bins": 12, "encoder_layers": 2, "d_model": 30},
+        **{"encoder_attention_heads": 3, "encoder_ffn_dim": 44, "n_window_infer": 200, "output_dim": 32},
+        "downsample_hidden_size": 6,
+    },
+    **{"image_token_id": 60, "video_token_id": 59, "audio_token_id": 56, "vision_start_token_id": 58},
+}
 MODELS: dict[str, dict[str, Any]] = {
+    "omni3-moe": _of(
+        "qwen3_omni_moe_thinker",
+        QWEN3_TOWER,
+        {
+            **{**QWEN3_VL, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            **{"mlp_only_layers": [1], "norm_topk_prob": False},
+        },
+        **{"tie_word_embeddings": False, **OMNI3},
+    ),
     "omni": _of(
         "qwen2_5_omni_thinker",
         {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1, 3]},
@@ -433,6 +451,8 @@ IMAGES: dict[str, Any] = {
     "minicpmv": (
         *([[((16, 32), (2, 3), (32, 16)), (48, 16)], [(32, 32)]], [[], [((16, 16), (1, 2), (16, 32))]], [[], []]),
     ),
+    # Each micro-batch with sounds has a whole chunk, to which Transformers pads all.
+    "omni3": (*([[(117,), (16, 24), (8, 8)], [(4,), (12,)]], [[(209,)], []], [[], []], [[(24, 40)], [(100,), (5,)]]),),
     # Sounds of one feature, of whole chunks, and of one and a half, with images, without, and none.
     "omni": (*([[(17,), (24, 40), (8, 8)], [(4,), (12,)]], [[(9,)], []], [[], []], [[(24, 40)], [(18,), (5,)]]),),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.

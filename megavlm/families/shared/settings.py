@@ -74,7 +74,7 @@ _SETTINGS: dict[str, Expected] = {
     "merger_times": whole(1, 64),
     **_each(number(1e-3, 1e6), "tokens_per_second position_id_per_seconds"),
     "num_mel_bins": whole(1, 2**12),
-    "n_window": whole(1, 2**16),
+    **_each(whole(1, 2**16), "n_window n_window_infer downsample_hidden_size"),
     **_each(_SQUARE, "image_size patch_size temporal_patch_size"),
     **_each(
         whole(1, 64),
