@@ -79,6 +79,7 @@ def test_a_run_goes_on_bit_for_bit_and_on_another_layout(pools, data, whole, tmp
     assert without_wall_time(metrics(tmp_path / "1")) == without_wall_time(metrics(whole))
 
 
+@pytest.mark.slow
 def test_scorers_are_trained(pools: Pools, data: list[str], tmp_path: Path) -> None:
     """Without weight decay, weights change where gradients reach them."""
     argv = [*argv_of(data), *"--weight-decay 0 --train-iters 2 --save-interval 1".split()]

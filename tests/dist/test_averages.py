@@ -118,7 +118,7 @@ def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
     [
         slow(2, FULL.replace("full", "optimizer_gradients")),
         slow(4, "--tp 2 --overlap-grad-reduce --overlap-param-gather"),
-        (2, "--pp 2 --vpp 2"),
+        slow(2, "--pp 2 --vpp 2"),
         slow(2, "--placement colocated"),
         slow(2, "--data-parallel-sharding none"),
     ],

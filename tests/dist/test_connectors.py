@@ -45,7 +45,7 @@ def test_a_connector_gives_the_numbers_of_one_process(pools, alone, tmp_path, ca
     assert_same_curve(metrics(tmp_path), alone(argv))
 
 
-@pytest.mark.parametrize("model", fast_and_slow(["qformer"], CONNECTORS))
+@pytest.mark.parametrize("model", fast_and_slow([], CONNECTORS))
 def test_a_connector_goes_on_at_another_layout(pools: Pools, tmp_path: Path, model: str) -> None:
     """Two ranks pad its heads, channels and MLPs; checkpoints hold the model's alone."""
     pools(1).run(train, [*argv_of(model), *FOUR, "--no-save"], str(tmp_path / "one"))

@@ -20,6 +20,7 @@ def whole(run_once) -> Path:
     return run_once(2, [*TINY, "--train-iters", "6"])
 
 
+@pytest.mark.slow
 def test_a_new_machine_goes_on_where_the_lost_one_was(pools: Pools, whole: Path, tmp_path: Path) -> None:
     """The disk is lost, and the newest copy is damaged: the one before it is taken, then a link to either by --load."""
     store = tmp_path / "store"

@@ -66,7 +66,7 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
 
 
 @pytest.mark.parametrize(
-    ("pooling", "whole"), [("last", False), slow("mean", True), slow("last --lora-rank 4 --freeze vision", True)]
+    ("pooling", "whole"), [slow("last", False), slow("mean", True), slow("last --lora-rank 4 --freeze vision", True)]
 )
 def test_an_export_embeds_as_training_does(pools, folder, tmp_path, pooling, whole, capsys):
     """`whole`: with sentence-transformers, too, whose import takes as long as the rest."""

@@ -96,6 +96,7 @@ def test_every_rank_hears_what_is_wrong_with_the_data(pools: Pools) -> None:
     assert pools(2).run(complaint) == ["ein Bär fraß train.jsonl"] * 2
 
 
+@pytest.mark.slow
 def test_resume_is_exact_with_other_replicas_and_workers(pools, folder, whole, tmp_path):
     argv = [*FILES, *sources_of(folder)]
     pools(1).run(train, [*argv, "--train-iters", "3", "--num-workers", "2"], str(tmp_path / "one"))

@@ -121,7 +121,7 @@ def scores(argv: Sequence[str], run_dir: str) -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     ("world", "layout", "model"),
     [
-        (2, "--cp 2", "--set model.language.num_attention_heads=3 model.language.num_query_groups=3"),
+        slow(2, "--cp 2", "--set model.language.num_attention_heads=3 model.language.num_query_groups=3"),
         slow(4, "--tp 2 --pp 2 --vpp 2 --mbs 2", ""),
         slow(4, "--pp 2 --placement colocated", "--lora-rank 4"),
         slow(2, "--data-parallel-sharding full --num-workers 1", ""),

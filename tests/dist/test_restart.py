@@ -154,6 +154,7 @@ def test_sigterm_to_all_at_once_and_twice(tmp_path: Path):
     assert saved(tmp_path) == [status["iteration"]]
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_save(tmp_path: Path):
     """The save is completed, and the run ends without another step."""
     run_dir, output = tmp_path / "run", tmp_path / "output"

@@ -25,7 +25,7 @@ CLIP = "--qk-clip --set optimizer.qk_clip_threshold=0.0005"  # which clips half 
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (2, "--tp 2 --micro-batch-size 2 --placement colocated --encoder-chunk-patches 20"),
+        slow(2, "--tp 2 --micro-batch-size 2 --placement colocated --encoder-chunk-patches 20"),
         (2, "--pp 2 --recompute-granularity full"),
         (2, FULL),
         (2, f"{MUON} --tp 2 --micro-batch-size 4"),

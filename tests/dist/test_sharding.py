@@ -296,6 +296,7 @@ def run_until_full(argv: list[str], output: str, writes: int) -> None:
     run_program(argv, output)
 
 
+@pytest.mark.slow
 def test_a_disk_that_gets_full_ends_the_run_in_one_line_and_loses_nothing(pools: Pools, tmp_path: Path) -> None:
     argv = [*TINY, "--train-iters", "4", "--save-interval", "1"]
     pools(1).run(train, argv, str(tmp_path / "whole"))

@@ -87,6 +87,7 @@ def test_any_layout_measures_the_same(pools, folder, one, tmp_path, world, layou
     assert_same_validation(validated(tmp_path), expected)
 
 
+@pytest.mark.slow
 def test_a_split_is_the_same_on_another_layout_and_after_a_resume(pools, folder, one, tmp_path):
     argv = [*RUN, *sources(folder, split=True), "--save-interval", "2", "--keep-best", "validation/loss"]
     pools(2).run(train, [*argv, "--train-iters", "2", "--lr-decay-iters", "20"], str(tmp_path))
@@ -146,6 +147,7 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
     return after
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_a_validation_and_the_run_goes_on_where_it_was(pools, folder, tmp_path):
     argv = [*RUN, *sources(folder), "--eval-interval", "1", "--save-interval", "0"]
     pools(2).run(train, [*argv, "--no-save"], str(tmp_path / "whole"))

@@ -22,6 +22,7 @@ from megavlm.resilience.events import events
 from megavlm.resilience.hang_reports import Limits, Report, culprit
 from megavlm.resilience.phases import COMPUTE
 from megavlm.resilience.watchdog import place_of, processor_time
+from tests.support.covering import slow
 from tests.support.pool import Pools
 from tests.support.torchrun import TINY, Launched
 from tests.support.training import metrics, of_kind, train
@@ -68,7 +69,7 @@ def first_cause(run_dir: Path) -> str:
     ("cause", "more", "words", "field"),
     [
         ("data", "--no-save", "the ranks wait for data", "data_time_s"),
-        ("saves", "--save-interval 2", "the run stands still while it saves", "save_stall_s"),
+        slow("saves", "--save-interval 2", "the run stands still while it saves", "save_stall_s"),
         ("compute of rank 1", "--no-save --hang-timeout 10", "rank 1 is slower than the others in compute", None),
     ],
 )
@@ -203,6 +204,7 @@ def where_ranks_are(argv: list[str], run_dir: str) -> Report:
     return found[0]
 
 
+@pytest.mark.slow
 def test_of_tensor_parallel_ranks_the_one_that_keeps_the_others_waiting_is_named(pools: Pools, tmp_path: Path):
     """Both are in the same pass of the same micro-batch; one is in a collective, and uses no processor time there."""
     table = pools(2).run(where_ranks_are, [*TINY, *"--tp 2 --train-iters 4 --no-save".split()], str(tmp_path))

@@ -53,6 +53,7 @@ BY_MPIRUN = {
 }
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one_and_stop_like_one(pools, tmp_path: Path):
     """srun told the first of its place, mpirun the second: both find the same world."""
     with socket.socket() as taken:

@@ -92,6 +92,7 @@ def test_workers_that_hang_in_tasks_are_replaced(source: FilesSource, pool_of: A
     assert all("hung" in line for line in lines), lines
 
 
+@pytest.mark.slow
 def test_whatever_happens_to_a_worker_no_work_is_lost(source, pool_of, tmp_path, monkeypatch):
     """In one pool, because each worker imports for seconds. The first one starts where data have modules of Python
     beside them, which it would import before it has a path, and where the script that was started trains when it is

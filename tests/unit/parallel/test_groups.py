@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megavlm.errors import RankError, UserError
+from megavlm.parallel import rendezvous
 from megavlm.parallel.rendezvous import Meeting, agree, join, refuse_shared_devices
 from megavlm.programs import train
 
@@ -120,8 +121,9 @@ def test_each_start_has_a_name_of_its_own(port: int):
     assert len(set.union(*names)) == 5
 
 
-def test_a_start_that_died_half_way_is_no_trap(port: int):
+def test_a_start_that_died_half_way_is_no_trap(port: int, monkeypatch: pytest.MonkeyPatch):
     """Ranks that wrote their words and never heard an answer; a rank 0 that was alone."""
+    monkeypatch.setattr(rendezvous, "_GRACE", 1.0)
     soon = timedelta(seconds=0.3)
     with pytest.raises(Exception, match=r"."):
         start(port, 3, ranks=[1, 2], timeout=soon)
