@@ -2,8 +2,8 @@
 
 `make test-all` runs it. A piece that crashes or hangs costs the others nothing, and a run that was interrupted goes on
 where it stopped, also on another machine to which its record was copied: pieces that have ended are in
-RECORD/pieces.jsonl, with their commit, and are not run again. Two run at a time: the processes of a test wait for each
-other half of their time. Other flags go to pytest.
+RECORD/pieces.jsonl, with their commit, and are not run again. Three run at a time: the processes of a test wait for
+each other half of their time, and for servers and clusters longer. Other flags go to pytest.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,16 @@ class Piece:
 
 
 def pieces(root: Path = ROOT) -> list[str]:
-    """Return the folders of tests, tests/dist by its files: processes of one must not stay for the next."""
+    """Return the folders of tests, tests/dist by its files: processes of one must not stay for the next.
+
+    Those that took longest in the committed record come first, after new ones, so that none is left over at the end.
+    """
     folders = sorted(path for path in (root / "tests").iterdir() if any(path.glob("**/test_*.py")))
     found = [
         file for folder in folders for file in (sorted(folder.glob("test_*.py")) if folder.name == "dist" else [folder])
     ]
-    return [str(path.relative_to(root)) for path in found]
+    took = {piece["name"]: piece["seconds"] for piece in lines_of(root / "benchmarks/records/test_all/pieces.jsonl")}
+    return sorted((str(path.relative_to(root)) for path in found), key=lambda name: -took.get(name, inf))
 
 
 def run(name: str, record: Path, arguments: Sequence[str], root: Path) -> Piece:
@@ -145,7 +150,7 @@ def _within(file: str, piece: str) -> bool:
 
 
 def run_all(
-    names: Iterable[str], record: Path, arguments: Sequence[str] = (), root: Path = ROOT, *, beside: int = 2
+    names: Iterable[str], record: Path, arguments: Sequence[str] = (), root: Path = ROOT, *, beside: int = 3
 ) -> bool:
     """Run the pieces that have not ended yet, `beside` at a time, in the order of `names`; returns whether all passed.
 

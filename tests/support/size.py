@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 305,
     "options": 345,
     "flags": 148,  # 150
-    "code lines of tests": 34_594,  # 33,000
+    "code lines of tests": 34_600,  # 33,000
     "words of documentation": 45_000,  # 45,000
 }
 _NO_CODE = {

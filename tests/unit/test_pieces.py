@@ -40,6 +40,10 @@ def test_a_record_says_what_ran_and_how_it_ended(root: Path, capsys: pytest.Capt
     record = root / "record"
     assert pieces(root) == ["tests/dist/test_c.py", "tests/dist/test_d.py", "tests/unit"]
     assert not run_all(pieces(root), record, root=root)
+    kept = root / "benchmarks/records/test_all/pieces.jsonl"
+    kept.parent.mkdir(parents=True)
+    kept.write_text('{"name": "tests/dist/test_d.py", "seconds": 2}\n{"name": "tests/unit", "seconds": 9}\n')
+    assert pieces(root) == ["tests/dist/test_c.py", "tests/unit", "tests/dist/test_d.py"], "a new one, then the dearest"
     ended = {piece["name"]: piece["status"] for piece in lines_of(record / "pieces.jsonl")}
     assert ended == {"tests/dist/test_c.py": -9, "tests/dist/test_d.py": 0, "tests/unit": 1}
     files = {each["file"]: each for each in lines_of(record / "files.jsonl")}
@@ -54,8 +58,8 @@ def test_a_record_says_what_ran_and_how_it_ended(root: Path, capsys: pytest.Capt
 
     (root / "tests/dist/test_c.py").write_text(TESTS["dist/test_d.py"])
     lines = (record / "pieces.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if "test_c.py" not in line]  # as if it had been interrupted
-    (record / "pieces.jsonl").write_text("".join(kept))
+    left = [line for line in lines if "test_c.py" not in line]  # as if it had been interrupted
+    (record / "pieces.jsonl").write_text("".join(left))
     (record / "dist-test_c.jsonl").write_text('{"file": "tests/dist/test_c.py", "passed": 7}\n')
     assert not run_all(pieces(root), record, root=root)
     assert "tests/dist/test_d.py: ended before" in capsys.readouterr().out
