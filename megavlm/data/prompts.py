@@ -24,7 +24,7 @@ from PIL import Image
 from megavlm.config.schema import Config
 from megavlm.data.sample_order import in_turn
 from megavlm.data.source import HeldOutPrompt
-from megavlm.data.types import Conversation, EncodedSample, HeldOut, Sample, Segment, Turn, Visual
+from megavlm.data.types import Conversation, EncodedSample, HeldOut, Sample, Segment, SoundRef, Turn, Visual
 from megavlm.data.visuals import first_frame
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason, SkipSummary
@@ -119,17 +119,17 @@ def _question(turns: Sequence[Turn]) -> str:
 
 
 def _text(turn: Turn) -> str:
-    """Return the text of a turn; images between texts become `[image]`, images at its ends are left out."""
-    parts = [part if isinstance(part, str) else "[image]" for part in turn.parts]
-    while parts and (parts[0] == "[image]" or not parts[0].strip()):
-        parts.pop(0)
-    while parts and (parts[-1] == "[image]" or not parts[-1].strip()):
-        parts.pop()
-    return "".join(parts).strip()
+    """Return the text of a turn; images and sounds between texts become `[image]` and `[sound]`, those at its ends are
+    left out.
+    """
+    places = [place for place, part in enumerate(turn.parts) if isinstance(part, str) and part.strip()]
+    parts = turn.parts[min(places, default=0) : max(places, default=-1) + 1]
+    marks = ("[sound]" if isinstance(part, SoundRef) else "[image]" for part in parts)
+    return "".join(part if isinstance(part, str) else mark for part, mark in zip(parts, marks, strict=True)).strip()
 
 
 def _picture(visual: Visual, *, max_pixels: int) -> NDArray[np.uint8]:
-    """Return an image, or a video's first frame, upright and reduced. Raises BadSample if it cannot be decoded."""
+    """Return `first_frame`, upright and reduced. Raises BadSample if it cannot be decoded."""
     picture = Image.fromarray(first_frame(visual, max_pixels=max_pixels))
     picture.thumbnail((_SIDE, _SIDE))
     return np.array(picture)

@@ -24,12 +24,11 @@ from megavlm.data.types import (
     Member,
     Sample,
     Turn,
-    VideoRef,
     Visual,
 )
 from megavlm.data.visuals import Visuals, stored
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.inputs.layout import Film, Layout
+from megavlm.inputs.layout import Layout
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.video import Budget
 from megavlm.rules.defaults import resolve
@@ -170,12 +169,17 @@ class Encoder:
     def prompt_tokens(self, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the tokens of a conversation that ends with a question, unexpanded and expanded.
 
-        In the unexpanded form, each image or video is the chat template's placeholder, which servers expand. The
-        expanded form is the model's input. Raises BadSample.
+        In the unexpanded form, each image or video is the chat template's placeholder, and each sound is one token
+        between its marks; servers expand them. The expanded form is the model's input. Raises BadSample.
         """
-        expanded = [layout.prompt for layout in self.visuals.layouts(conversation.images)]
+        layouts = self.visuals.layouts(conversation.images)
+        expanded = [layout.prompt for layout in layouts]
         around = tuple(self.chat.placeholder.split(self.tokenizer.image_text))
-        single = [replace(each, texts=around, runs=(1,) * (len(around) - 1)) for each in expanded]
+        texts = [each.prompt.texts if each.frames else around for each in layouts]
+        single = [
+            replace(each, texts=written, runs=(1,) * (len(written) - 1))
+            for each, written in zip(expanded, texts, strict=True)
+        ]
         return self.chat.prompt(conversation, single), self.chat.prompt(conversation, expanded)
 
     def embedded(self, text: Turn) -> Sample:
@@ -195,15 +199,6 @@ class Encoder:
             tile_groups=self._tile_groups(layouts),
             sounds=tuple(self.visuals.sound(images, each) for each in wanted if each.frames),
         )
-
-    def film_of(self, video: VideoRef) -> Film:
-        """Return the frames of a video that the model receives.
-
-        Raises BadSample if the model does not read videos or the video cannot be read.
-        """
-        (layout,) = self.visuals.layouts([video])
-        assert layout.film is not None
-        return layout.film
 
     @property
     def answer_ends(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image, ImageEnhance
 from torch import Tensor
 
+from megavlm.config.schema import AudioConfig
 from megavlm.data import clips
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
 from megavlm.data.decode import MAX_PIXELS, decode, size_of
@@ -34,12 +35,14 @@ from megavlm.inputs.layout import Film, Layout
 from megavlm.inputs.patches import LoadedImage
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.resize import Pixels
-from megavlm.inputs.sounds import Sound, SoundProcessor
+from megavlm.inputs.sounds import RATE, Sound, SoundProcessor, drawn
 from megavlm.inputs.video import Budget, Clip, VideoProcessor
 from megavlm.inputs.vision_inputs import RGB
 
 # Notations for places in an image: tags of boxes and points, and four numbers in brackets.
 _PLACES = re.compile(r"<\|?(box|loc|point|ref|bbox)|\bbbox|[\[(]\s*[\d.]+(\s*,\s*[\d.]+){3}\s*[\])]", re.IGNORECASE)
+# Features in pictures.
+_DRAWN = SoundProcessor(AudioConfig(mel_bins=64), longest=10 * RATE, text="", number=0, start="", end="")
 _COLORS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 
@@ -146,7 +149,11 @@ class Visuals:
 
 
 def first_frame(visual: Visual, *, max_pixels: int = MAX_PIXELS) -> Pixels:
-    """Return an image, or the first frame of a video, as RGB bytes for display. Raises BadSample if it is damaged."""
+    """Return an image, the first frame of a video, or the spectrum of a sound's first ten seconds, as RGB bytes for
+    display. Raises BadSample if it is damaged.
+    """
+    if isinstance(visual, SoundRef):
+        return drawn(_DRAWN.mels(clips.sound(visual.source, longest=_DRAWN.longest)))
     if isinstance(visual, ImageRef) and is_array(visual.source):
         return as_picture(read_array(visual.source, channels=None, max_pixels=max_pixels))
     if isinstance(visual, ImageRef):

@@ -15,10 +15,11 @@ from megavlm.config.schema import DataConfig, ModelConfig
 from megavlm.data.decode import size_of
 from megavlm.data.file_source import FilesSource
 from megavlm.data.records.media import video_below
-from megavlm.data.types import Conversation, ImageRef, Sample, Turn, VideoRef, Visual
+from megavlm.data.types import Conversation, ImageRef, Sample, SoundRef, Turn, Visual
 from megavlm.errors import UserError
 from megavlm.inference.model import TrainedModel
 from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.sounds import FRAME_RATE
 from megavlm.json_files import check, listed, number, read_json, whole
 
 _TOKEN = whole(0, 2**31 - 1)
@@ -205,7 +206,7 @@ class Assistant:
 
 
 class Talk:
-    """A conversation with an assistant. Each answer is generated from all turns, with their images and videos."""
+    """A conversation with an assistant. Each answer is generated from all turns, with all that they show."""
 
     def __init__(self, assistant: Assistant, sampling: Sampling, *, system: str | None = None) -> None:
         self._assistant = assistant
@@ -214,26 +215,30 @@ class Talk:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns, images and videos; the system turn stays."""
+        """Forget all turns and what they show; the system turn stays."""
         self._turns: tuple[Turn, ...] = self._opening
         self._images: list[Visual] = []
 
-    def add(self, path: str, *, video: bool = False) -> str:
-        """Add an image or a video (a clip or a folder of frames) to the next message; return its size in words.
+    def add(self, path: str, *, kind: str = "image") -> str:
+        """Add an image, a video (a clip or a folder of frames) or a sound ("audio") to the next message.
 
-        Raises BadSample for a file that is no image or video, and for a video if the model reads none.
+        Returns its size in words. Raises BadSample for a file of another kind, and for a kind that the model does not
+        read.
         """
+        video = kind == "video"
         file = Path(path).expanduser().resolve()
         if not (file.exists() if video else file.is_file()):
             what = "is an address: download it first" if "://" in path else f"is not a file{' or folder' * video}"
             raise BadSample(Reason.MISSING, f"{path} {what}")
-        visual: Visual = video_below(file.parent, file.name) if video else ImageRef(file)
+        visual: Visual = SoundRef(file) if kind == "audio" else ImageRef(file)
+        visual = video_below(file.parent, file.name) if video else visual
         try:
-            if isinstance(visual, VideoRef):
-                film = self._assistant.source.film_of(visual)
-                words = f"{len(film.frames)} frames, to {film.seconds[-1]:.1f} s"
-            else:
+            if isinstance(visual, ImageRef):
                 words = "{}×{} pixels".format(*size_of(file))
+            else:
+                (layout,) = self._assistant.source.visuals.layouts([visual])
+                film, seconds = layout.film, layout.frames / FRAME_RATE
+                words = f"{len(film.frames)} frames, to {film.seconds[-1]:.1f} s" if film else f"{seconds:.1f} s"
         except BadSample as error:
             raise BadSample(error.reason, f"{path}: {error.detail}") from error
         self._images.append(visual)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # families are read where torch is not needed, as by the plan
 
 RATE = 16_000  # samples a second
 _HOP, _WINDOW = 160, 400  # samples from one frame to the next, and of a frame
+FRAME_RATE = RATE / _HOP  # mel frames a second
 _FLOOR, _RANGE = 1e-10, 8.0  # least power, and how far below the loudest (in powers of ten) quieter ones are raised to
 
 
@@ -77,6 +78,13 @@ class SoundProcessor:
     def frames_of(self, samples: int) -> int:
         """Return the number of mel frames of a sound."""
         return -(-samples // _HOP) if self.padded else samples // _HOP
+
+
+def drawn(mels: Tensor) -> NDArray[np.uint8]:
+    """Return log-mel features [T, M] as a grey picture [M, T, 3], the lowest frequency at the bottom."""
+    shades = (mels - mels.min()) / (mels.max() - mels.min()).clamp(min=_FLOOR) * 255
+    grey: NDArray[np.uint8] = shades.byte().numpy()
+    return np.repeat(grey.T[::-1, :, None], 3, axis=2)
 
 
 @lru_cache(maxsize=4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from html import escape
 from itertools import chain, groupby, islice, zip_longest
@@ -25,6 +25,7 @@ from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.html import document, dot, facts, picture, section, table
 from megavlm.inputs.bad_sample import BadSample, Skipped
+from megavlm.inputs.sounds import drawn
 from megavlm.rules.defaults import resolve
 
 _MOST_SKIPPED = 5  # examples that are listed for each reason
@@ -32,7 +33,8 @@ _SIDE, _FRAME = 2048, 320  # most pixels of the longer side of an image, and of 
 _CONTEXT = 8  # tokens that are decoded together with those after them
 _LEGEND = (
     '<p class="quiet"><mark>Trained</mark> tokens have a loss; the others are context. '
-    '<span class="image">image</span> stands for image tokens, <span class="image">video</span> for those of a video.'
+    '<span class="image">image</span> stands for image tokens, <span class="image">video</span> and '
+    '<span class="image">sound</span> for those of a video and a sound.'
     "</p>"
 )
 
@@ -198,16 +200,18 @@ def _in_full(source: FilesSource, record: EncodedRecord) -> Iterator[str]:
     """Yield the HTML of each sample of a record: its images, and its text with the trained tokens marked."""
     assert record.sample_id is not None
     index, label = source.label(record.sample_id)
-    samples = source.loaded(record)
+    samples, model = source.loaded(record), source.config.model
+    kinds = {model.audio_token: "sound", model.video_token: "video", source.image_token: "image"}
     for number, sample in enumerate(samples, start=1):
         piece = f", piece {number} of {len(samples)}" if len(samples) > 1 else ""
         nothing = "" if sample.trained.any() else ' <span class="warning">nothing is trained</span>'
         images = "".join(_image(source, sample, place) for place in range(len(sample.images)))
+        heard = (picture(drawn(each.mels()), side=_SIDE) for each in sample.sounds)
+        images += "".join(f'<div class="tiles">{each}</div>' for each in heard)
         text = marked(
             sample.tokens.tolist(),
             sample.trained.tolist(),
-            image_tokens=source.feature_tokens,
-            video_tokens=set(source.feature_tokens) - {source.image_token},
+            features={token: kinds[token] for token in source.feature_tokens},
             decode=source.tokenizer.decode,
         )
         yield (
@@ -221,25 +225,22 @@ def marked(
     tokens: Sequence[int],
     trained: Sequence[bool],
     *,
-    image_tokens: Collection[int],
+    features: Mapping[int, str],
     decode: Callable[[Sequence[int]], str],
-    video_tokens: Collection[int] = (),
 ) -> str:
-    """Return a sample's text as HTML, with trained text marked and each run of image tokens shown as a count.
+    """Return a sample's text as HTML, with trained text marked and each run of `features` shown as a count.
 
-    `video_tokens` are the image tokens that stand for videos only. Each stretch of text is decoded together with the
-    tokens before it, because a tokenizer's spaces depend on them.
+    These are the tokens of images, videos and sounds, with the name of each. Each stretch of text is decoded together
+    with the tokens before it, because a tokenizer's spaces depend on them.
     """
-    kinds = [
-        (token in image_tokens, token in video_tokens, learnt) for token, learnt in zip(tokens, trained, strict=True)
-    ]
+    kinds = [(features.get(token), learnt) for token, learnt in zip(tokens, trained, strict=True)]
     parts, at = [], 0
-    for (image, video, learnt), same in groupby(kinds):
+    for (kind, learnt), same in groupby(kinds):
         begin, at = at, at + len(list(same))
-        if image:
-            parts.append(f'<span class="image">{"video" if video else "image"} × {at - begin}</span>')
+        if kind is not None:
+            parts.append(f'<span class="image">{kind} × {at - begin}</span>')
             continue
-        before = [token for token in tokens[max(0, begin - _CONTEXT) : begin] if token not in image_tokens]
+        before = [token for token in tokens[max(0, begin - _CONTEXT) : begin] if token not in features]
         text = escape(decode([*before, *tokens[begin:at]])[len(decode(before)) :])
         parts.append(f"<mark>{text}</mark>" if learnt else text)
     return "".join(parts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import wave
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -21,8 +23,11 @@ from megavlm.data import clips
 from megavlm.data.collate import CollateSpec, collate, mrope_positions
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Segment
+from megavlm.inference.assistant import Assistant
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.inputs.sounds import RATE, SoundProcessor
+from megavlm.programs.evaluation import evaluate
+from megavlm.programs.inference import chat
 from tests.support import hf
 from tests.support.gates import hold
 from tests.support.harness import Single, difference
@@ -150,15 +155,22 @@ TOWERS = {"omni": {"patch_size": 14, "window_size": 56}, "omni3-moe": {"patch_si
 TALK = ("What is in the picture? ", "Is it blue? ", "A cat and a dog.")
 
 
-@pytest.mark.parametrize("name", MARKS)
-def test_a_record_gives_the_logits_that_transformers_gives(name: str, single: Single, tmp_path: Path) -> None:
-    """A sound, an image and another sound in one question; Transformers' positions, mel features and pixels."""
+IMAGES = Qwen2VLImageProcessorPil(patch_size=14, size=PIXELS)
+HEARD = [(tone(n, seed=n) * 32767).astype(np.int16) for n in (5000, 17_333)]
+SEEN = Image.fromarray(picture(60, 90))
+Omni = tuple[Path, Any, Any]
+
+
+@pytest.fixture(scope="module", params=MARKS)
+def omni(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Omni:
+    """The folder of a tiny model, the model and its tokenizer; beside the folder a.png, 0.wav and 1.wav."""
+    name, root = request.param, tmp_path_factory.mktemp("omni")
     marks, padded = MARKS[name], name == "omni"
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *marks]),
         **{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     )
-    before_image, image_mark, behind_image, before_sound, sound_mark, behind_sound, video_mark = marks
+    before_image, image_mark, _, before_sound, sound_mark, _, video_mark = marks
     known, number = tokenizer.get_vocab(), "token_index" if padded else "token_id"
     theirs = tiny(
         name,
@@ -168,49 +180,106 @@ def test_a_record_gives_the_logits_that_transformers_gives(name: str, single: Si
         **{f"audio_{number}": known[sound_mark], "audio_start_token_id": known[before_sound]},
         vision_start_token_id=known[before_image],
     )
-    folder = hf.save(theirs, tmp_path / "hf")
+    folder = hf.save(theirs, root / "hf")
     tokenizer.save_pretrained(folder)
     template = TEMPLATE.replace("IMAGE", "".join(marks[:3])).replace("AUDIO", "".join(marks[3:6]))
     (folder / "chat_template.jinja").write_text(template)
-    images = Qwen2VLImageProcessorPil(patch_size=14, size=PIXELS)
     extractor = transformers.WhisperFeatureExtractor(feature_size=12, chunk_length=SECONDS)
-    (folder / "preprocessor_config.json").write_text(json.dumps({**extractor.to_dict(), **images.to_dict()}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({**extractor.to_dict(), **IMAGES.to_dict()}))
+    SEEN.save(root / "a.png")
+    for number, each in enumerate(HEARD):
+        write_wav(root / f"{number}.wav", each[:, None], RATE)
+    return folder, theirs, tokenizer
 
-    image, samples = (
-        Image.fromarray(picture(60, 90)),
-        [(tone(n, seed=n) * 32767).astype(np.int16) for n in (5000, 17_333)],
-    )
-    image.save(tmp_path / "a.png")
-    for number, each in enumerate(samples):
-        write_wav(tmp_path / f"{number}.wav", each[:, None], RATE)
+
+def inputs_of_transformers(
+    folder: Path, tokenizer: Any, *parts: str | int | Image.Image, answer: str = ""
+) -> dict[str, torch.Tensor]:
+    """A question of texts, an image and numbers of HEARD, as Transformers' processors make it an input of its model."""
+    padded = hf.family_in(folder) == "qwen2_5_omni"
+    before_image, image_mark, behind_image, before_sound, sound_mark, behind_sound, _ = MARKS[
+        "omni" if padded else "omni3-moe"
+    ]
+    mels = [whisper(HEARD[each] / np.float32(32768), padded=padded, bins=12) for each in parts if isinstance(each, int)]
+    lengths = torch.tensor([len(each) for each in mels])
+    counts = iter(((lengths - 1) // 2 + 1 - 2) // 2 + 1 if padded else _get_feat_extract_output_lengths(lengths))
+    pixels: dict[str, Any] = {}
+    text = "<|im_start|>user\n"
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+        elif isinstance(part, int):
+            text += before_sound + sound_mark * int(next(counts)) + behind_sound
+        else:
+            pixels = dict(IMAGES(images=[part], return_tensors="pt"))
+            text += before_image + image_mark * int(pixels["image_grid_thw"].prod() // 4) + behind_image
+    ended = f"{answer}<|im_end|>\n" if answer else ""
+    given = tokenizer(f"{text}<|im_end|>\n<|im_start|>assistant\n{ended}", return_tensors="pt")
+    return {
+        **{"input_ids": given["input_ids"], "attention_mask": given["attention_mask"], **pixels},
+        "input_features": torch.nn.utils.rnn.pad_sequence(mels, batch_first=True).mT,
+        "feature_attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+    }
+
+
+def test_a_record_gives_the_logits_that_transformers_gives(omni: Omni, single: Single, tmp_path: Path) -> None:
+    """A sound, an image and another sound in one question; Transformers' positions, mel features and pixels."""
+    folder, theirs, tokenizer = omni
     question = f"<audio>{TALK[0]}<image>{TALK[1]}<audio>"
     said = [{"role": "user", "content": question}, {"role": "assistant", "content": TALK[2]}]
     record = {"messages": said, "images": ["a.png"], "audios": ["0.wav", "1.wav"]}
     (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
 
     config = hf.config_for(folder, seq_length=200)
-    config = replace(config, data=DataConfig(datasets=(DatasetConfig(path=str(tmp_path / "train.jsonl")),)))
+    records = DatasetConfig(path=str(tmp_path / "train.jsonl"), image_root=str(folder.parent))
+    config = replace(config, data=DataConfig(datasets=(records,)))
     source = FilesSource(config)
     (encoded,) = source.encode(0).samples
     sample = source.load(Segment(0, encoded))
     batch = collate([[sample]], CollateSpec.of(config, source, seq_length=200))
     (logits,) = hf.engine_for(config, folder, single).schedule.logits([batch])
 
-    mels = [whisper(each / np.float32(32768), padded=padded, bins=12) for each in samples]
-    lengths = torch.tensor([len(each) for each in mels])
-    pixels = images(images=[image], return_tensors="pt")
-    counts = ((lengths - 1) // 2 + 1 - 2) // 2 + 1 if padded else _get_feat_extract_output_lengths(lengths)
-    heard = [before_sound + sound_mark * count + behind_sound for count in counts.tolist()]
-    seen = before_image + image_mark * int(pixels["image_grid_thw"].prod() // 4) + behind_image
-    text = f"<|im_start|>user\n{heard[0]}{TALK[0]}{seen}{TALK[1]}{heard[1]}<|im_end|>\n"
-    given = tokenizer(f"{text}<|im_start|>assistant\n{TALK[2]}<|im_end|>\n", return_tensors="pt")
-    assert given["input_ids"][0].tolist() == sample.tokens.tolist()
-    inputs = {
-        "input_features": torch.nn.utils.rnn.pad_sequence(mels, batch_first=True).mT,
-        "feature_attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
-    }
+    inputs = inputs_of_transformers(folder, tokenizer, 0, TALK[0], SEEN, TALK[1], 1, answer=TALK[2])
+    assert inputs["input_ids"][0].tolist() == sample.tokens.tolist()
     with torch.no_grad():
-        expected = theirs(
-            given["input_ids"], attention_mask=given["attention_mask"], **inputs, **pixels, use_cache=False
-        ).logits
+        expected = theirs(**inputs, use_cache=False).logits
     hold(hf.family_in(folder), "record", difference(logits[:, : len(sample)], expected, "logits"))
+
+
+def test_answers_to_sounds_are_those_of_transformers(omni: Omni, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """In chat, with an image between two sounds; in an evaluation, beside a question without one; in a conversation."""
+    folder, theirs, tokenizer = omni
+    root, short = folder.parent, ["--max-new-tokens", "6", "--device", "cpu"]
+    assistant = Assistant.load(folder, DataConfig(), device=torch.device("cpu"))
+
+    def answer(*parts: str | int | Image.Image) -> str:
+        options = transformers.GenerationConfig(
+            **{"max_new_tokens": 6, "do_sample": False, "eos_token_id": list(assistant.ends)},
+            suppress_tokens=list(assistant.source.feature_tokens),
+        )
+        inputs = inputs_of_transformers(folder, tokenizer, *parts)
+        made = theirs.generate(**inputs, generation_config=options)[0, inputs["input_ids"].shape[1] :]
+        return str(tokenizer.decode(made, skip_special_tokens=True)).strip()
+
+    sounds = [str(root / f"{number}.wav") for number in range(2)]
+    asked = ["--image", str(root / "a.png"), "--audio", sounds[0], "--audio", sounds[1], "--prompt", TALK[0].strip()]
+    assert chat.main([str(folder), *asked, *short]) == 0
+    first = answer(SEEN, 0, 1, TALK[0].strip())
+    assert capsys.readouterr().out == f"{first}\n"
+    second = answer(1, TALK[0].strip())
+    assert first != second, "the model hears its prompt"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/audio {sounds[1]}\n{TALK[0]}\n/audio {root / 'a.png'}\n/quit\n"))
+    assert chat.main([str(folder), *short]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{second}\n"
+    assert "(1.1 s, with the next message)" in printed.err
+    assert "a.png: the sound cannot be decoded" in printed.err
+    lines = [{"audio": "1.wav", "question": TALK[0].strip(), "answers": [second]}]
+    lines += [{"audios": ["0.wav", "1.wav"], "image": "a.png", **lines[0]}, {**lines[0], "audio": "0.wav"}]
+    lines[1].pop("audio")
+    (tmp_path / "task.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    task = f"{tmp_path / 'task.jsonl'},image_root={root}"
+    assert evaluate.main([str(folder), "--task", task, "--out", str(tmp_path / "out"), *short]) == 0
+    results = json.loads((tmp_path / "out/results.json").read_text())["tasks"]["task"]["answers"]
+    assert [each["answer"] for each in results] == [second, first, answer(0, TALK[0].strip())]
+    assert (tmp_path / "out/failures.html").read_text().count('alt="64×') == 3

@@ -1,4 +1,4 @@
-"""Score a trained model on questions about images and videos: `megavlm evaluate RUN_DIR --task FILE.jsonl`.
+"""Score a trained model on questions about images, videos and sounds: `megavlm evaluate RUN_DIR --task FILE.jsonl`.
 
 Answers are appended to a folder as they are generated, and the same command resumes an interrupted evaluation. At the
 end the folder has the scores (results.json) and a page of the wrong answers (failures.html). Use torchrun for one
@@ -53,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(description="Score a trained model on questions about images and videos.", allow_abbrev=False)
+    parser = Parser(
+        description="Score a trained model on questions about images, videos and sounds.", allow_abbrev=False
+    )
     parser.add_argument(
         "--task",
         nargs="+",

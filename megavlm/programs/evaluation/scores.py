@@ -103,7 +103,7 @@ def _pictures(task: Task, failed: Scored) -> list[str]:
 
 
 def _picture(visual: Visual) -> str:
-    """Return an image, or the first frame of a video, as a downscaled <img> with embedded data.
+    """Return `first_frame` as a downscaled <img> with embedded data.
 
     Raises BadSample if it cannot be decoded.
     """

@@ -1,10 +1,11 @@
-"""Tasks: files of questions about images and videos with reference answers (docs/after-training.md has the format)."""
+"""Tasks: files of questions about images, videos and sounds, with references (docs/after-training.md: the format)."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ class TaskQuestion:
     references: tuple[str, ...]
     metric: str
     choices: tuple[str, ...]
-    pictures: bool  # whether it has images or videos
-    digest: bytes  # hash of question, choices, images and videos
+    pictures: bool  # whether it has images, videos or sounds
+    digest: bytes  # hash of question, choices, images, videos and sounds
 
     def score(self, answer: str) -> float:
         return METRICS[self.metric].score(answer, self.references, self.choices)
@@ -66,11 +67,10 @@ class Task:
     raw: RawRecords
 
     def pictures(self, question: TaskQuestion) -> list[Visual]:
-        """Return a question's images, then its videos. Raises BadSample if one is missing or outside the root."""
+        """Return a question's images, videos and sounds. Raises BadSample if one is missing or outside the root."""
         if not question.pictures:
             return []
-        images, videos, _ = visuals_of(self.raw.records.read(question.number), self.raw.find, self.raw.find_video)
-        return [*images, *videos]
+        return [*chain(*visuals_of(self.raw.records.read(question.number), self.raw.find, self.raw.find_video))]
 
     def conversation(self, question: TaskQuestion, system: str | None) -> Conversation:
         """Return the turns of the prompt: system turn, if any, and question. Raises BadSample as `pictures` does."""
@@ -112,16 +112,14 @@ def _question(record: Any, number: int, label: str, metric: str | None) -> TaskQ
     text = record.get("question")
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where} has no field `question` with a text: write one, or add columns=question:NAME")
-    if listed(record, "audios", "audio"):
-        raise UserError(f"{where} has a sound, which evaluate does not play to the model yet: leave the question out")
     references = _texts(record, where, "answers", "answer")
     choices = _texts(record, where, "choices") if record.get("choices") is not None else ()
     chosen = metric or record.get("metric") or ("multiple_choice" if choices else "exact_match")
     _check_metric(chosen, where)
-    images, videos = listed(record, "images", "image"), listed(record, "videos", "video")
+    images, videos, sounds = (listed(record, f"{kind}s", kind) for kind in ("image", "video", "audio"))
     asked = (question_with_choices(text, choices), images, videos, record.get("fps") if videos else None)
-    digest = hashlib.sha256(repr(asked).encode()).digest()
-    question = TaskQuestion(number, label, text, references, chosen, choices, bool(images or videos), digest)
+    digest = hashlib.sha256(repr((*asked, *filter(None, [sounds]))).encode()).digest()
+    question = TaskQuestion(number, label, text, references, chosen, choices, bool(images or videos or sounds), digest)
     _check_references(question, where)
     return question
 

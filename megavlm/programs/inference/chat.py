@@ -14,7 +14,8 @@ from megavlm.inputs.bad_sample import BadSample
 from megavlm.programs.inference.options import add_model_options, assistant_of, sampling_of
 from megavlm.rules.extensions import without_extensions
 
-_COMMANDS = "/image FILE or /video FILE adds one to the next message, /reset begins anew, /quit or Ctrl-D ends"
+_KINDS = ("image", "video", "audio")
+_COMMANDS = "/image, /video or /audio FILE adds one to the next message, /reset begins anew, /quit or Ctrl-D ends"
 
 
 @reported("chat")
@@ -37,13 +38,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show_first(given: argparse.Namespace, talk: Talk) -> None:
-    """Add the images and videos of the options to the first message. Raises UserError for an unusable file."""
-    for option, paths in (("--image", given.image), ("--video", given.video)):
-        for path in paths:
+    """Add the files of the options to the first message. Raises UserError for an unusable file."""
+    for kind in _KINDS:
+        for path in getattr(given, kind):
             try:
-                talk.add(path, video=option == "--video")
+                talk.add(path, kind=kind)
             except BadSample as error:
-                raise UserError(f"{option} {error.detail}: name another file, or leave it out") from error
+                raise UserError(f"--{kind} {error.detail}: name another file, or leave it out") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="FILE",
         help="Video of the first message, or a folder of its frames; may be repeated.",
+    )
+    parser.add_argument(
+        "--audio", action="append", default=[], metavar="FILE", help="Sound of the first message; may be repeated."
     )
     parser.add_argument("--prompt", metavar="TEXT", help="Print the answer to this message and end.")
     add_model_options(parser, max_new_tokens=512)
@@ -92,8 +96,8 @@ def _converse(talk: Talk) -> None:
 def _take(talk: Talk, line: str) -> None:
     """Carry out a command, or answer a message. Raises BadSample for a file or message that cannot be used."""
     command, _, rest = line.partition(" ")
-    if command in ("/image", "/video") and rest.strip():
-        _note(f"({talk.add(rest.strip(), video=command == '/video')}, with the next message)")
+    if (kind := command.removeprefix("/")) in _KINDS and command != kind and rest.strip():
+        _note(f"({talk.add(rest.strip(), kind=kind)}, with the next message)")
     elif command == "/reset":
         talk.reset()
     elif command.startswith("/") and "/" not in command[1:]:

@@ -199,11 +199,11 @@ def test_text_keeps_its_spaces_and_its_image_tokens_are_counted() -> None:
     def decode(ids: list[int]) -> str:  # as SentencePiece: no space at the start
         return " ".join(words[token] for token in ids)
 
-    text = marked([1, 0, 0, 2, 3], [False, False, False, False, True], image_tokens={0}, decode=decode)
+    text = marked([1, 0, 0, 2, 3], [False, False, False, False, True], features={0: "image"}, decode=decode)
     assert re.sub("<mark>.*</mark>", "M", text) == 'a<span class="image">image × 2</span> bM'
     assert "<mark> &lt;/style&gt;" in text
     assert "<script" not in text
-    of_video = marked([0, 4, 4, 0], [False] * 4, image_tokens={0, 4}, video_tokens={4}, decode=decode)
+    of_video = marked([0, 4, 4, 0], [False] * 4, features={0: "image", 4: "video"}, decode=decode)
     assert told(of_video) == "image × 1 video × 2 image × 1"
 
 

@@ -109,7 +109,6 @@ def test_images_outside_of_the_root_are_refused(file: Path) -> None:
         ({"conversations": []}, "no field `question` with a text: write one, or add columns=question:NAME"),
         ({"question": "x?"}, "needs a field `answers`"),
         ({"question": "x?", "answers": []}, "needs a field `answers`"),
-        ({"question": "x?", "answers": ["x"], "audio": "a.wav"}, "has a sound, which evaluate does not play"),
         ({"question": "x?", "answers": ["x"], "metric": "bleu"}, "metric 'bleu' is not one of exact_match"),
         ({"question": "x?", "answers": ["x"], "metric": "vqa"}, "10 annotators, and there are 1"),
         ({"question": "x?", "answers": ["C"], "choices": ["a", "b"]}, "neither the letter nor the text"),
