@@ -4,14 +4,14 @@ The file `json` holds a record of any kind (`shapes.py`). If the record has no t
 `caption`, or in the record's field `text` or `caption` (img2dataset writes such captions). The images are those that
 the record names. If it names none, they are the files with an image extension, in order (`jpg`, or `0.jpg`, `1.jpg`,
 …). If there are no such files, they are the arrays (`npy`, `npz`); arrays next to photos are mostly features of the
-photos. The videos are the files with a video extension. A file that the record's `video` or `videos` name, as a clip or
-as one of its frames, belongs to that video.
+photos. The videos are the files with a video extension, and so are sounds, unless there are clips, whose sound they
+mostly are. A file that the record's `video` or `videos` name, as a clip or as one of its frames, belongs to that video.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from megavlm.config.messages import shown
@@ -24,6 +24,7 @@ from megavlm.paths import FileRange
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif")
 ARRAYS = ("npy", "npz")
 _VIDEOS = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "flv", "ogv", "3gp")
+_SOUNDS = ("wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "aac", "aiff")
 _CAPTIONS = ("txt", "caption")
 
 
@@ -45,8 +46,8 @@ def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
     named = set(_texts([record.get("video"), record.get("videos")]))
     images = _with_extension(parts, _IMAGES) or _with_extension(parts, ARRAYS)
     names = [name for name in images if name not in named]
-    clips = _with_extension(parts, _VIDEOS)
-    rest, rest_of_clips = iter(names), iter(clips)
+    clips, sounds = _with_extension(parts, _VIDEOS), _with_extension(parts, _SOUNDS)
+    rest, rest_of_clips, rest_of_sounds = iter(names), iter(clips), iter(sounds)
 
     def part_of(name: str, others: Iterator[str]) -> Part:
         """Return the file `name` of the sample or, if the sample has no such file, the next of `others`."""
@@ -55,8 +56,8 @@ def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
             raise BadSample(Reason.MISSING, f"the sample has no file {shown(name)}: it has {_listed(parts)}")
         return parts[part]
 
-    def image_of_part(name: str) -> ImageRef:
-        content = part_of(name, rest)
+    def file_of_part(name: str) -> ImageRef:  # of a sound, too
+        content = part_of(name, rest_of_sounds if _with_extension([name], _SOUNDS) else rest)
         if isinstance(content, FileRange):
             raise BadSample(Reason.NOT_AN_IMAGE, f"{shown(name)} is a video")
         return ImageRef(content)
@@ -66,17 +67,19 @@ def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
         record = {**record, "images": [parts[name] for name in names]}
     if shape != "pairs" and not any(record.get(field) for field in ("video", "videos")):
         record = {**record, "videos": clips}
+    if shape != "pairs" and not clips and not any(record.get(field) for field in ("audio", "audios")):
+        record = {**record, "audios": sounds}
     if shape is None:
         raise BadSample(Reason.NOT_A_RECORD, f"none of its files {_listed(parts)} holds a conversation or a text")
     return record_of(
         record,
         shape,
-        find=image_of_part,
+        find=file_of_part,
         find_video=lambda name: VideoRef(part_of(name, rest_of_clips)),
     )
 
 
-def _with_extension(parts: Mapping[str, Part], extensions: Collection[str]) -> list[str]:
+def _with_extension(parts: Iterable[str], extensions: Collection[str]) -> list[str]:
     return sorted((name for name in parts if name.lower().rpartition(".")[2] in extensions), key=natural)
 
 

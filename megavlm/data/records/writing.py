@@ -1,8 +1,8 @@
 """Write the records of a data set as WebDataset tar shards (`megavlm prepare`); equal records give equal bytes.
 
 A shard is written under a temporary name, renamed when it is complete, and recorded in `prepare_data.json`; an
-interrupted conversion continues after the last recorded shard. Each sample is a LLaVA record (`json`) and its images
-and videos, unchanged; clips are copied from file to file.
+interrupted conversion continues after the last recorded shard. Each sample is a LLaVA record (`json`) and its images,
+videos and sounds, unchanged; clips and sounds are copied from file to file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import json
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from megavlm.data.records.containers import Records
 from megavlm.data.records.opening import is_tars, open_records
 from megavlm.data.records.tar_sample import ARRAYS
 from megavlm.data.records.tars import indexed
-from megavlm.data.records.turns import TAG, VIDEO_TAG
+from megavlm.data.records.turns import AUDIO_TAG, TAG, VIDEO_TAG
 from megavlm.data.types import Conversation, ImageRef, SoundRef, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.files import check_folder, open_new, open_to_append, replace_file
@@ -53,6 +53,9 @@ _SIGNATURES = {
     **dict.fromkeys((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), "tif"),  # the last two: BigTIFF
 }
 _CLIP_SIGNATURES = {b"\x1aE\xdf\xa3": "mkv", b"RIFF": "avi", b"OggS": "ogv", b"FLV": "flv"}  # any other: .mp4
+_SOUND_SIGNATURES = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg"}  # any other: .mp3
+
+_TAGS: dict[type, str] = {VideoRef: VIDEO_TAG, SoundRef: AUDIO_TAG}  # of an image: <image>
 
 Content = bytes | Path | StoredFile
 Parts = dict[str, Content]
@@ -179,6 +182,7 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
     """
     parts: Parts = {}
     images: list[str] = []
+    sounds: list[str] = []
     videos: list[dict[str, Any]] = []
     names = [""] if len(conversation.images) == 1 else [f"{number}." for number in range(len(conversation.images))]
     for name, visual in zip(names, conversation.images, strict=True):
@@ -186,20 +190,25 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
             files, video = _video(visual, name)
             videos.append(video)
         elif isinstance(visual, SoundRef):
-            raise BadSample(Reason.UNSUPPORTED, "it has a sound, which tars do not hold yet: train on the records")
+            clips.sound(visual.source, longest=1)
+            files = {name + _kind_of(visual.source, _SOUND_SIGNATURES, "mp3"): visual.source}
+            sounds += files
         else:
             data = _bytes(visual)
             look(data)
-            files = {name + _extension(data): data}
+            files = {name + _kind_of(data, _SIGNATURES, "jpg"): data}
             images += files
         parts |= files
     record: dict[str, Any] = {"id": label, **({"videos": videos} if videos else {})}
+    if sounds:  # unnamed sounds next to clips are not read
+        record["audios"] = sounds
     if any(name.endswith(ARRAYS) for name in images):  # unnamed arrays next to photos are not read as images
         record["images"] = images
+    kinds = {type(visual) for visual in conversation.images}
     if conversation.turns[0].role == "text":
-        record["text"] = _text(conversation.turns[0], videos=bool(videos))
+        record["text"] = _text(conversation.turns[0], kinds)
     else:
-        said = [(turn.role, _text(turn, videos=bool(videos))) for turn in conversation.turns]
+        said = [(turn.role, _text(turn, kinds)) for turn in conversation.turns]
         record["conversations"] = [{"from": _SPEAKERS[role], "value": text} for role, text in said]
     return {"json": json.dumps(record, ensure_ascii=False).encode(), **parts}
 
@@ -211,12 +220,11 @@ def _video(video: VideoRef, name: str) -> tuple[Parts, dict[str, Any]]:
         frames: Parts = {}
         for number, frame in enumerate(video.source):
             size_of(frame.source)
-            frames[f"{name}{number}.{_extension(_head(frame.source))}"] = frame.source
+            frames[f"{name}{number}.{_kind_of(frame.source, _SIGNATURES, 'jpg')}"] = frame.source
         return frames, {"frames": list(frames), **rate}
     assert not isinstance(video.source, FileRange), "tars are not written again"
     clips.probe(video.source, max_pixels=MAX_PIXELS)
-    head = _head(video.source)
-    kind = next((kind for signature, kind in _CLIP_SIGNATURES.items() if head.startswith(signature)), "mp4")
+    kind = _kind_of(video.source, _CLIP_SIGNATURES, "mp4")
     return {name + kind: video.source}, {"video": name + kind, **rate}
 
 
@@ -285,11 +293,12 @@ def _note(out: Path, notes: Notes) -> None:
     replace_file(out / NOTES, json.dumps(asdict(notes), indent=1))
 
 
-def _text(turn: Turn, *, videos: bool) -> str:
-    if videos and any(isinstance(part, str) and VIDEO_TAG in part for part in turn.parts):
-        raise BadSample(Reason.IMAGE_COUNT, f"a text has {VIDEO_TAG} beside its videos")
-    tags = [part if isinstance(part, str) else VIDEO_TAG if isinstance(part, VideoRef) else TAG for part in turn.parts]
-    return "".join(tags)
+def _text(turn: Turn, kinds: Collection[type]) -> str:
+    """Return the text of a turn with tags. Raises BadSample for a tag in a text, if the sample has one of its kind."""
+    for kind, tag in _TAGS.items():
+        if kind in kinds and any(isinstance(part, str) and tag in part for part in turn.parts):
+            raise BadSample(Reason.IMAGE_COUNT, f"a text has {tag}, which stands for no file")
+    return "".join(part if isinstance(part, str) else _TAGS.get(type(part), TAG) for part in turn.parts)
 
 
 def _bytes(image: ImageRef) -> bytes:
@@ -312,8 +321,10 @@ def _head(source: Content) -> bytes:
         return file.read(_HEAD)
 
 
-def _extension(data: bytes) -> str:
-    return next((name for signature, name in _SIGNATURES.items() if data.startswith(signature)), "jpg")
+def _kind_of(source: Content, signatures: Mapping[bytes, str], other: str) -> str:
+    """Return the extension of a file by its first bytes; `other` if they are not known."""
+    head = _head(source)
+    return next((kind for signature, kind in signatures.items() if head.startswith(signature)), other)
 
 
 def _line(label: str, bad: BadSample) -> bytes:

@@ -20,7 +20,7 @@ from megavlm.data.file_source import FilesSource
 from megavlm.data.records.media import file_below, image_of, video_below, video_of
 from megavlm.data.records.shapes import SHAPES, record_of, shape_of
 from megavlm.data.records.tar_sample import conversation_of_parts
-from megavlm.data.types import Conversation, ImageRef, Segment, Turn, VideoRef
+from megavlm.data.types import Conversation, ImageRef, Segment, SoundRef, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import FileRange
@@ -388,6 +388,28 @@ def test_a_clip_stays_where_it_is() -> None:
     assert found.turns[0] == Turn("user", (VideoRef(place), "?"))
     for record in (turns("<image>?", image="mp4"), turns("<video>?", videos=[["mp4"]])):
         assert reason_of(conversation_of_parts, {"json": record, "mp4": place}) is Reason.NOT_AN_IMAGE
+
+
+@pytest.mark.parametrize(
+    ("parts", "heard"),
+    [
+        ({"json": turns("<audio><image>?"), "wav": b"sound", "jpg": b"first"}, (SoundRef(b"sound"), FIRST, "?")),
+        ({"json": turns("?"), "2.mp3": b"other", "1.flac": b"sound"}, "sound other"),
+        ({"json": turns("<audio>?", audio="talks/7.wav"), "jpg": b"first", "wav": b"sound"}, Reason.IMAGE_COUNT),
+        ({"json": turns("<audio><image>?", audio="7.wav"), "jpg": b"first", "mp3": b"s"}, (SoundRef(b"s"), FIRST, "?")),
+        ({"json": turns("?"), "mp4": b"clip", "m4a": b"its sound"}, (VideoRef(b"clip"), "\n?")),
+        ({"json": turns("<audio>?", audios=["m4a"]), "mp4": b"clip", "m4a": b"sound"}, Reason.IMAGE_COUNT),
+        ({"json": turns("<audio>?", audio="8.wav")}, Reason.MISSING),
+    ],
+)
+def test_sounds_are_the_sound_files_in_order(parts: dict[str, bytes], heard: Any) -> None:
+    if isinstance(heard, Reason):
+        assert reason_of(conversation_of_parts, parts) is heard
+    elif isinstance(heard, str):
+        first, second = (SoundRef(each.encode()) for each in heard.split())
+        assert conversation_of_parts(parts).turns[0].parts == (first, "\n", second, "\n?")
+    else:
+        assert conversation_of_parts(parts).turns[0].parts == heard
 
 
 def read_pairs(record: Any):

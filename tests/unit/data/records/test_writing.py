@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import wave
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from PIL import Image
 
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records, writing
-from megavlm.data.types import Conversation, ImageRef, VideoRef
+from megavlm.data.types import Conversation, ImageRef, SoundRef, VideoRef
 from megavlm.paths import FileRange
 from megavlm.programs import channels
 from megavlm.programs.prepare import main
@@ -73,7 +74,7 @@ def inlined(conversation: Conversation) -> list[Any]:
 
 def content(part: Any) -> Any:
     match part:
-        case ImageRef():
+        case ImageRef() | SoundRef():
             return content(part.source)
         case VideoRef():
             return [content(each) for each in part.source] if isinstance(part.source, tuple) else content(
@@ -167,8 +168,8 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.Capt
         assert len(told.splitlines()) == 1
 
 
-def test_videos_come_out_as_they_went_in(tmp_path: Path) -> None:
-    """A clip at a rate of its own, a folder of frames, both beside an image, and what is no clip."""
+def test_videos_and_sounds_come_out_as_they_went_in(tmp_path: Path) -> None:
+    """A clip at a rate of its own, a folder of frames, both beside an image, sounds between them, and no clips."""
     pytest.importorskip("av", reason="pip install av (the extra `video`)")
     from tests.support.clips import clip
 
@@ -179,21 +180,29 @@ def test_videos_come_out_as_they_went_in(tmp_path: Path) -> None:
     (media / "a.png").write_bytes(picture(1))
     (media / "it.mkv").write_bytes(clip(4, kind="mkv"))
     (media / "bad.mp4").write_bytes(b"no clip")
+    for name in ("a.wav", "b.wav"):
+        with wave.open(str(media / name), "wb") as file:
+            file.setparams((1, 2, 16_000, 0, "NONE", ""))
+            file.writeframes(name.encode() * 8000)
     fields: list[dict[str, Any]] = [
         {"video": "it.mkv", "fps": 0.5},
         {"video": "frames"},
         {"image": "a.png", "video": ["frames", "it.mkv"], "fps": 3},
+        {"audio": ["a.wav", "b.wav"], "image": "a.png"},
+        {"audio": "a.wav", "video": "it.mkv"},
         {"video": "bad.mp4"},
+        {"audio": "bad.mp4"},
     ]
-    tags = ("<video>", "<image>", "<video>so<image><video>", "<video>")
+    tags = ("<video>", "<image>", "<video>so<image><video>", "<audio>so<image><audio>", "<audio><video>")
+    tags += ("<video>", "<audio>")
     said = [[{"from": "human", "value": f"{tag}?"}, {"from": "gpt", "value": "yes"}] for tag in tags]
     records = [{**each, "conversations": turns} for each, turns in zip(fields, said, strict=True)]
     (tmp_path / "train.json").write_text(json.dumps(records))
     assert prepare(tmp_path / "train.json", tmp_path / "out") == 0
     given = open_records(DatasetConfig(path=str(tmp_path / "train.json"), image_root=str(media)))
-    assert read_back(tmp_path / "out", 3) == [inlined(given.read(index)) for index in range(3)]
-    (skipped,) = (tmp_path / "out/skipped.jsonl").read_text().splitlines()
-    assert json.loads(skipped)["reason"] == "not_a_video"
+    assert read_back(tmp_path / "out", 5) == [inlined(given.read(index)) for index in range(5)]
+    skipped = (tmp_path / "out/skipped.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reason"] for line in skipped] == ["not_a_video", "corrupt"]
 
 
 def array_files(folder: Path) -> dict[str, Path]:
