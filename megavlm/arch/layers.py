@@ -31,7 +31,7 @@ LANGUAGE_LAYER = "language.layers."
 MTP_INPUT = "language.mtp."
 MTP_NORM = "language.mtp_norm."
 
-# The part of the model, as `--freeze` names it, that each kind of layer belongs to; "vision" is all encoders.
+# The part of the model that each kind of layer belongs to; "vision" is all encoders.
 PART_OF_KIND = {
     AUDIO_EMBED: "vision",
     AUDIO_LAYER: "vision",
@@ -49,7 +49,7 @@ PART_OF_KIND = {
     MTP_NORM: "language",
     OUTPUT: "language",
 }
-TRANSFORMER_LAYERS = (VISION_LAYER, LANGUAGE_LAYER)  # those that can have adapters
+TRANSFORMER_LAYERS = (AUDIO_LAYER, VISION_LAYER, LANGUAGE_LAYER)  # those that can have adapters
 _OF_AUDIO = (AUDIO_EMBED, AUDIO_LAYER, AUDIO_PROJECTOR)
 _CARRIED = {DEEPSTACK: 1, LANGUAGE_LAYER: -1}  # by how many DeepStack features a layer changes the carried ones
 _NAME = re.compile("|".join(rf"({re.escape(kind)})" + r"(\d+)" * kind.endswith(".") for kind in PART_OF_KIND))
@@ -84,6 +84,11 @@ def name_and_path(key: str) -> tuple[str, str]:
 def part_of(key: str) -> str:
     """Return the part of the model that a layer or parameter belongs to: "vision", "projector" or "language"."""
     return PART_OF_KIND[kind_of(key)]
+
+
+def trained_part(key: str) -> str:
+    """Return the part as `--freeze` and `--lora-targets` name it: `part_of`, or "audio" for the audio encoder."""
+    return "audio" if kind_of(key) in (AUDIO_EMBED, AUDIO_LAYER) else part_of(key)
 
 
 def vision_layers_run(vision: VisionConfig) -> int:
@@ -144,7 +149,7 @@ def _tower(vision: VisionConfig) -> Iterator[str]:
 
 def trains_weights(name: str, config: Config) -> bool:
     """Return whether a layer's own weights are trained: the part of the model is neither frozen nor adapted by LoRA."""
-    return part_of(name) not in (*frozen_parts(config), *adapted_parts(config))
+    return trained_part(name) not in (*frozen_parts(config), *adapted_parts(config))
 
 
 def is_trained(key: str, config: Config) -> bool:
@@ -166,7 +171,7 @@ def trained_layers(config: Config) -> frozenset[str]:
 
 
 def _has_adapters(name: str, config: Config) -> bool:
-    part = part_of(name)
+    part = trained_part(name)
     if kind_of(name) not in TRANSFORMER_LAYERS or part in frozen_parts(config):
         return False
     number = number_of(name)

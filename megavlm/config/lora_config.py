@@ -11,6 +11,7 @@ from megavlm.config.derived import has_experts, has_vision, is_gated, is_latent,
 from megavlm.config.schema import Config, LoraConfig
 
 PARTS = ("vision", "projector", "language")
+ADAPTABLE = ("vision", "audio", "language")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 LATENT_ATTENTION = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -19,17 +20,18 @@ SHARED_EXPERT, ROUTED_EXPERTS = "shared_experts", "experts"
 
 
 def parts_of(config: Config) -> tuple[str, ...]:
-    """Return the parts that the model has: all, or the language model alone."""
-    return PARTS if has_vision(config.model) else ("language",)
+    """Return the parts that the model has, with the audio encoder as one of its own; or the language model alone."""
+    hears = ("audio",) * (config.model.audio.num_layers > 0)
+    return (PARTS[0], *hears, *PARTS[1:]) if has_vision(config.model) else ("language",)
 
 
 def linears_of(config: Config, part: str, number: int) -> tuple[str, ...]:
-    """Return the names of the linear layers that can have adapters in layer `number` of "vision" or "language".
+    """Return the names of the linear layers that can have adapters in layer `number` of an encoder or of "language".
 
     Routed experts have adapters of two parameters: gate and up together, and down.
     """
-    if part == "vision":
-        return (*ATTENTION, *(GATED_MLP if is_gated(config.model.vision) else MLP))
+    if part != "language":
+        return (*ATTENTION, *(GATED_MLP if part == "vision" and is_gated(config.model.vision) else MLP))
     language = of_layer(config.model.language, number)
     attention: tuple[str, ...] = LINEAR_ATTENTION if is_linear(language, number) else ATTENTION
     if language.keys_as_values:
@@ -64,7 +66,7 @@ def _matches(name: str, target: str) -> bool:
 
 def all_names(config: Config) -> list[str]:
     """Return the names of all linear layers that can have adapters."""
-    layers = {"vision": config.model.vision.num_layers, "language": config.model.language.num_layers}
+    layers = {part: getattr(config.model, part).num_layers for part in ADAPTABLE}
     return [
         f"{part}.layers.{number}.{linear}"
         for part, count in layers.items()
@@ -85,7 +87,7 @@ def adapted_parts(config: Config) -> tuple[str, ...]:
         return ()
     targets = config.lora.targets
     found = {name.partition(".")[0] for name in all_names(config) if any(_matches(name, target) for target in targets)}
-    return tuple(part for part in ("vision", "language") if part in found)
+    return tuple(part for part in ADAPTABLE if part in found)
 
 
 def frozen_parts(config: Config) -> tuple[str, ...]:
@@ -124,7 +126,7 @@ def beyond_adapters(config: Config) -> str | None:
     whole = trained_whole(config)
     if not adapted_parts(config) or not whole:
         return None
-    left = " ".join(part for part in PARTS if part in (*frozen_parts(config), *whole))
+    left = " ".join(part for part in parts_of(config) if part in (*frozen_parts(config), *whole))
     return (
         f"beside the adapters, {' and '.join(whole)} {'trains' if len(whole) == 1 else 'train'} whole, with gradients "
         f"and optimizer state for every weight, and export-lora refuses that: use --freeze {left}, or export by "

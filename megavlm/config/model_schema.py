@@ -243,7 +243,7 @@ class ModelConfig:
     )
     attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.", valid=BELOW_1)
     hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.", valid=BELOW_1)
-    freeze: tuple[Literal["vision", "projector", "language"], ...] | None = option(
+    freeze: tuple[Literal["vision", "audio", "projector", "language"], ...] | None = option(
         None, "Parts to freeze; default: none, LoRA: those without adapters.", common=MODEL
     )
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megavlm.arch.layers import part_of
+from megavlm.arch.layers import part_of, trained_part
 from megavlm.config.derived import fp8_in, fp8_multiple, has_norms_apart, layer_precision, shards_gradients
 from megavlm.config.lora_config import adapted_parts
 from megavlm.config.schema import Config
@@ -220,7 +220,7 @@ def _implemented(name: str, config: Config, groups: Groups) -> LayerModules:
 
         # Adapters read the linear layer's input, which a fused norm would not return.
         apart = part_of(name) == "language" and has_norms_apart(config.model.language)
-        fused_norm = part_of(name) not in adapted_parts(config) and not apart
+        fused_norm = trained_part(name) not in adapted_parts(config) and not apart
         modules = te_modules(transformer_engine, fused_norm=fused_norm, interleaved=interleaved)
         products = Products(te_product, fp8_multiple(config.precision.fp8_recipe)) if in_fp8 else Products()
         return replace(modules, products=products)

@@ -37,10 +37,11 @@ from megavlm.arch.layers import (
     carried_features,
     kind_of,
     layer_names,
-    part_of,
     states_before,
+    tower_of,
     trained_below,
     trained_layers,
+    trained_part,
     trains_weights,
 )
 from megavlm.arch.objectives import ties_output
@@ -132,12 +133,12 @@ class VLMChunk(MegatronModule):
 
     def _choose_trained(self, name: str, part: nn.Module) -> None:
         """Freeze a layer's untrained weights. In a part of the model with adapters, these are all but the adapters."""
-        config, module = self.run_config, part_of(name)
+        config, module = self.run_config, trained_part(name)
         part.requires_grad_(trains_weights(name, config))
         if isinstance(part, Representation):  # scalars of the loss, which no option freezes
             part.requires_grad_(True)
         if module in adapted_parts(config) and isinstance(part, TransformerLayer):
-            gated = module == "language" or is_gated(config.model.vision)
+            gated = module == "language" or is_gated(tower_of(name, config.model))
             add_adapters(part, name, config.lora, gated=gated)
 
     def transferred(self, batch: MicroBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

@@ -60,7 +60,8 @@ def part_rate(part: str) -> Callable[[Config], tuple[float | None, str]]:
 
     def rate(config: Config) -> tuple[float | None, str]:
         whole, adapted = trained_whole(config), adapted_parts(config)
-        if _given(config, "optimizer.lr") or part not in whole or (whole == ("projector",) and not adapted):
+        trained = part in whole or (part == "vision" and "audio" in whole)  # --vision-lr is of all encoders
+        if _given(config, "optimizer.lr") or not trained or (whole == ("projector",) and not adapted):
             return None, ""
         if part == "projector" and new_projector(config):
             return PROJECTOR, "the projector begins with random weights"

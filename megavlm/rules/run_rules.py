@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megavlm.config.derived import has_vision
-from megavlm.config.lora_config import parts_of
 from megavlm.config.messages import shown
 from megavlm.config.option import data_kind, has_validation
 from megavlm.config.registry import registered
@@ -133,8 +132,6 @@ def language_alone(config: Config) -> Iterator[str]:
     for name in ("bidirectional_images", "bidirectional_windows"):
         if getattr(model.language, name):
             yield f"model.language.{name} is of no use to {without}: set it to false"
-    if others := [part for part in model.freeze or () if part not in parts_of(config)]:
-        yield f"--freeze {' '.join(others)} names parts that {without} lacks: leave them out"
     if config.checkpoint.language_from is not None:
         yield f"--language-from joins a language model to a vision encoder, and this is {without}: use --init-from"
 

@@ -64,6 +64,8 @@ def adapters(config: Config) -> Iterator[str]:
 
 
 def something_trains(config: Config) -> Iterator[str]:
+    if others := [part for part in config.model.freeze or () if part not in parts_of(config)]:
+        yield f"--freeze {' '.join(others)} names parts that the model lacks: leave them out"
     if {*parts_of(config)} <= {*frozen_parts(config)}:
         yield f"--freeze {' '.join(parts_of(config))} leaves nothing to train: remove one of them"
 

@@ -24,6 +24,7 @@ from megavlm.programs.inference import chat
 from megavlm.rules.defaults import resolve
 from tests.support import hf
 from tests.support.covering import fast_and_slow, slow
+from tests.support.flags import MODELS
 from tests.support.gates import hold
 from tests.support.harness import difference
 from tests.support.peft_blocks import trained_entries
@@ -39,7 +40,8 @@ LORA = (
     "projector"
 ).split()
 OTHERS = [name for name in SINGLE if name != "llava"]
-TARGETS = {  # PEFT takes adapters of their MLPs for adapters of experts
+TARGETS = {  # PEFT takes adapters of their MLPs for adapters of experts, but for those of a model that hears
+    "omni": "language vision audio --set data.sound_frames=[9,0,4]",
     "glm4v-moe": "q_proj k_proj v_proj o_proj",
     "kimi-moe": "q_a_proj q_b_proj kv_b_proj q_proj k_proj v_proj o_proj",
 }
@@ -58,12 +60,16 @@ OF_EXPERTS = (
     "model.experts.shared_ffn_hidden_size=32 --lora-rank 3 --lora-alpha 12 --lora-targets language experts --freeze "
     "vision projector --lr 1e-2 --set lora.train_router=true --moe-aux-loss-coeff 0.1"
 ).split()
+# The tower and the language model below the first adapter are frozen, and features of images pass by the adapters.
+OF_SOUNDS = [*MODELS["audio"].split(), *"--lora-rank 3 --lora-targets audio language.layers.3.q_proj --lr 1e-2".split()]
 FAST = (
+    (2, OF_SOUNDS, "--tp 2"),
     (2, LORA, "--pp 2 --vpp 2 --recompute-granularity full --set execution.loss_chunk_tokens=2"),
     (2, LORA, "--tp 2 --no-sequence-parallel"),
     (2, OF_EXPERTS, "--tp 2 --micro-batch-size 2"),
 )
 SLOW = (
+    (2, OF_SOUNDS, "--pp 2 --vpp 2 --pipeline-cuts 6 8 10"),
     (2, LORA, "--tp 2"),
     (4, LORA, "--tp 2 --pp 2 --vpp 2 --recompute-granularity full --set execution.loss_chunk_tokens=2"),
     (2, LORA, "--pp 2 --placement colocated --vision-tp 2"),

@@ -175,6 +175,18 @@ def test_adapters_train_the_layers_that_have_them():
     assert [name for name in names if trains_weights(name, both)] == ["projector"]
 
 
+def test_the_audio_encoder_is_frozen_and_adapted_apart_from_the_tower():
+    heard = [*WORDS, *"--set model.audio.num_layers=2 model.audio_token=9 --freeze".split()]
+    towers = [{"audio_embed", "audio.layers.0", "audio.layers.1"}, {"patch_embed", "vision.layers.0", "vision.norm"}]
+    for frozen, kept in (("audio", "vision"), ("vision", "audio")):
+        trained = trained_layers(resolved([*heard, frozen]))
+        mine, other = towers if frozen == "audio" else reversed(towers)
+        assert not mine & trained
+        assert {*other, "projector", "audio.projector", "embedding"} <= trained
+        adapters = resolved([*heard[:-1], *f"--lora-rank 2 --lora-targets {kept}".split()])
+        assert {name.partition(".")[0] for name in trained_layers(adapters)} == {kept}
+
+
 def test_flops_count_two_four_or_six_per_parameter_and_token():
     """Attention aside: frozen with nothing trained below 2, frozen above a trained part 4, trained above 6."""
     model = resolve_model(ModelConfig(language=LanguageConfig(vocab_size=100)))
