@@ -167,8 +167,10 @@ def seen(processor: Processor, sample: Sample, number: int) -> tuple[Film | None
     """Return image or video `number` of a sample as the vision tower receives it: pictures uint8 [height, width, 3].
 
     An image has no `Film`, and its tiles are joined to pictures; a video has the `Film` with its frame numbers, and a
-    picture per frame.
+    picture per frame. Sounds have the numbers after all images; a picture shows the features of one.
     """
+    if number >= len(sample.images):
+        return None, [drawn(sample.sounds[number - len(sample.images)].mels())]
     image = sample.images[number]
     if image.film is None:
         return None, _pictures(processor, image, whole_first=bool(sample.tile_groups))

@@ -25,7 +25,6 @@ from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.html import document, dot, facts, picture, section, table
 from megavlm.inputs.bad_sample import BadSample, Skipped
-from megavlm.inputs.sounds import drawn
 from megavlm.rules.defaults import resolve
 
 _MOST_SKIPPED = 5  # examples that are listed for each reason
@@ -205,9 +204,8 @@ def _in_full(source: FilesSource, record: EncodedRecord) -> Iterator[str]:
     for number, sample in enumerate(samples, start=1):
         piece = f", piece {number} of {len(samples)}" if len(samples) > 1 else ""
         nothing = "" if sample.trained.any() else ' <span class="warning">nothing is trained</span>'
-        images = "".join(_image(source, sample, place) for place in range(len(sample.images)))
-        heard = (picture(drawn(each.mels()), side=_SIDE) for each in sample.sounds)
-        images += "".join(f'<div class="tiles">{each}</div>' for each in heard)
+        shown = range(len(sample.images) + len(sample.sounds))
+        images = "".join(_image(source, sample, place) for place in shown)
         text = marked(
             sample.tokens.tolist(),
             sample.trained.tolist(),
@@ -247,7 +245,7 @@ def marked(
 
 
 def _image(source: FilesSource, sample: Sample, number: int) -> str:
-    """Return HTML of the tiles of an image that the vision tower receives, or of a video's frames with their times."""
+    """Return HTML of an image's tiles as the tower receives them, of a video's timed frames, or of a sound."""
     film, pictures = seen(source.processor, sample, number)
     if film is None:
         return f'<div class="tiles">{"".join(picture(pixels, side=_SIDE) for pixels in pictures)}</div>'
