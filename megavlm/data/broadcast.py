@@ -1,8 +1,8 @@
 """Broadcast the data of a step from the reading rank of a model replica to the other ranks.
 
 A step is serialised as a description in JSON followed by the memory of its tensors: nothing is pickled, and the
-receiver's tensors are views of the received bytes. Pixels are sent separately, to the ranks that need them; the message
-contains only their shape and type.
+receiver's tensors are views of the received bytes. Pixels and mel features are sent separately, to the ranks that need
+them; the message contains only their shape and type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ReplicaBroadcast:
 
     The first rank of `replica` reads. `vision_group` are the ranks that encode images, the reader first; None on a rank
     that encodes none. Each of them encodes all images, or with `assignment` its assigned images. `hosts` is the replica
-    as a group that exchanges host memory, so that messages do not wait for the device.
+    as a group that exchanges host memory, so that messages do not wait for the device. `hearers` are the ranks in it
+    that encode sounds.
     """
 
     replica: dist.ProcessGroup
@@ -41,6 +42,7 @@ class ReplicaBroadcast:
     vision_group: dist.ProcessGroup | None
     device: torch.device
     assignment: ImageAssignment | None = None
+    hearers: Sequence[int] = ()
 
     @property
     def reads(self) -> bool:
@@ -50,8 +52,9 @@ class ReplicaBroadcast:
         """Return, on every rank and in host memory, the step that `read` returns on the replica's first rank.
 
         Returns None if `read` returns None. With `assignment` each rank has the patches of its own images, on the
-        device; else `vision_group` receives patches when a micro-batch is copied to the device. A UserError of the
-        reader is raised on every rank, so that no rank waits for data in vain.
+        device; else `vision_group` receives patches when a micro-batch is copied to the device. `hearers` have the mel
+        features of all sounds. A UserError of the reader is raised on every rank, so that no rank waits for data in
+        vain.
         """
         if self.replica.size() == 1:
             return read()
@@ -66,7 +69,7 @@ class ReplicaBroadcast:
         if isinstance(received, UserError):
             raise received
         found = received if step is None else step
-        return None if found is None else self._with_pixels(found)
+        return None if found is None else self._with_pixels(self._with_sounds(found))
 
     def share_state(self, state: LoaderState | None) -> LoaderState:
         """Broadcast the reader's state to every rank and return it. The state is pickled; used for checkpoints only."""
@@ -95,6 +98,26 @@ class ReplicaBroadcast:
         dist.broadcast(message, group=self.hosts, group_src=0)
         text = message[:text_bytes].numpy().tobytes()
         return deserialize(text, message[start:]) if is_step else UserError(text.decode())
+
+    def _with_sounds(self, step: StepData) -> StepData:
+        """Send mel features from the reader to `hearers`, in host memory; other ranks have none."""
+        others = [rank for rank in self.hearers if rank]
+
+        def received(batch: MicroBatch) -> MicroBatch:
+            sounds = batch.sounds
+            if sounds is None or not sounds.frames:
+                return batch
+            if self.reads:
+                sending = [dist.isend(sounds.mels, group=self.hosts, group_dst=rank) for rank in others]
+                for sent in filter(None, sending):
+                    sent.wait()
+                return batch
+            mels = torch.empty(sounds.mels.shape, pin_memory=self.device.type == "cuda")
+            dist.recv(mels, group=self.hosts, group_src=0)
+            return replace(batch, sounds=replace(sounds, mels=mels))
+
+        takes_part = self.reads or self.replica.rank() in others
+        return replace(step, batches=list(map(received, step.batches))) if takes_part else step
 
     def _with_pixels(self, step: StepData) -> StepData:
         if self.vision_group is None:
@@ -130,7 +153,7 @@ def _with_images(step: StepData, images: Sequence[ImageBatch | None]) -> StepDat
 
 
 def serialize(step: StepData, *, pixels: bool = False) -> tuple[bytes, list[Tensor]]:
-    """Return the description of a step as JSON, and its tensors, with those of patches only if `pixels`.
+    """Return the description of a step as JSON, and its tensors, with patches and mel features only if `pixels`.
 
     `deserialize` is the inverse.
     """
@@ -138,7 +161,7 @@ def serialize(step: StepData, *, pixels: bool = False) -> tuple[bytes, list[Tens
     for batch in step.batches:
         tensors += batch.text.tensors().values()
         if batch.sounds is not None:
-            tensors += batch.sounds.tensors().values()
+            tensors += [batch.sounds.positions, batch.sounds.rows, *[batch.sounds.mels] * pixels]
         if pixels and batch.images is not None:
             tensors.append(batch.images.patches)
     description = {
@@ -170,7 +193,7 @@ def copy_to(memory: Tensor, tensors: list[Tensor]) -> None:
 def deserialize(description: bytes, memory: Tensor) -> StepData:
     """Return the step with its tensors as views of uint8 memory [bytes].
 
-    Patches that were not serialised become "meta" tensors, which have only a shape and type.
+    Patches and mel features that were not serialised become "meta" tensors, which have only a shape and type.
     """
     fields = json.loads(description)
     reader = _Reader(memory)
@@ -193,7 +216,11 @@ def _described(batch: MicroBatch) -> dict[str, Any]:
     patches, sizes = None if batch.images is None else batch.images.patches, batch.image_sizes
     sounds = None
     if batch.sounds is not None:
-        sounds = {"frames": batch.sounds.frames, "tensors": _kinds(batch.sounds.tensors())}
+        sounds = {
+            "frames": batch.sounds.frames,
+            "tokens": len(batch.sounds.rows),
+            "mels": list(batch.sounds.mels.shape),
+        }
     return {
         "tensors": _kinds(batch.text.tensors()),
         "sounds": sounds,
@@ -212,8 +239,10 @@ def _batch(fields: dict[str, Any], reader: _Reader, *, pixels: bool) -> MicroBat
     }
     sounds = None
     if fields["sounds"] is not None:
-        heard = (reader.next(getattr(torch, dtype), shape) for _, dtype, shape in fields["sounds"]["tensors"])
-        sounds = SoundBatch(tuple(fields["sounds"]["frames"]), *heard)
+        frames, tokens, shape = (fields["sounds"][name] for name in ("frames", "tokens", "mels"))
+        positions, rows = (reader.next(torch.int64, [tokens]) for _ in range(2))
+        mels = reader.next(torch.float32, shape) if pixels else torch.empty(shape, device="meta")
+        sounds = SoundBatch(tuple(frames), mels, positions, rows)
     sizes = ImageSizes(
         grids=tuple((rows, columns) for rows, columns in fields["grids"]),
         tile_groups=tuple(TileGroup(tuple(grid), tuple(size), kind) for grid, size, kind in fields["tile_groups"]),

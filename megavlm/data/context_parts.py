@@ -101,7 +101,7 @@ def with_further_tokens(batch: MicroBatch, depths: int) -> MicroBatch:
 
 
 def part_of(batch: MicroBatch, split: RowSplit, *, rank: int) -> MicroBatch:
-    """Return the part of a micro-batch (on the host) of one context-parallel rank; images are unchanged."""
+    """Return the part of a micro-batch (on the host) of one context-parallel rank; images and sounds are unchanged."""
     if split.ranks == 1:
         return batch
     text, length = batch.text, batch.text.tokens.shape[1]
@@ -111,13 +111,8 @@ def part_of(batch: MicroBatch, split: RowSplit, *, rank: int) -> MicroBatch:
     if features is not None:
         merged = local_positions(features.positions, split, rank=rank, length=length)
         features = replace(features, positions=merged)
-    sounds = batch.sounds
-    if sounds is not None:
-        owner, heard = in_parts(sounds.positions, split, length=length)
-        mine = in_memory_of(sounds.rows, sounds.rows[owner == rank])
-        sounds = replace(sounds, positions=in_memory_of(sounds.positions, heard[owner == rank]), rows=mine)
     text = _part_of_text(text, positions, split, rank=rank)
-    return replace(batch, text=text, features=features, context=context, sounds=sounds)
+    return replace(batch, text=text, features=features, context=context)
 
 
 def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *, rank: int) -> TextBatch:

@@ -97,24 +97,41 @@ class ImageBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class SoundBatch:
-    """The sounds of a micro-batch, in the order of their audio tokens. All ranks of a model replica have them.
+class DealtImages:
+    """Images or sounds dealt to a context-parallel rank, and the all-to-all of features to the ranks that use them."""
 
-    Context-parallel ranks encode all sounds, and each takes the features of its part of the text.
+    patch_rows: Tensor  # [P'] int64: indices of its images' patches (or mel frames) among all
+    num_features: int  # of its images or sounds
+    sent: Tensor  # int64: indices of its features for rank 0, then for rank 1, …
+    sent_sizes: tuple[int, ...]  # number of features for each rank
+    received: Tensor  # [F'] int64: index of the received feature for each image or audio token of the part
+    received_sizes: tuple[int, ...]  # number of features from each rank
+
+
+@dataclass(frozen=True, eq=False)
+class SoundBatch:
+    """The sounds of a micro-batch, in the order of their audio tokens. All ranks of a model replica know their sizes.
+
+    A context-parallel rank has the sounds that are dealt to it, and the positions of its part of the text.
     """
 
     frames: tuple[int, ...]  # mel frames of each sound
-    mels: Tensor  # [T, M] fp32: log-mel features of all sounds
+    mels: Tensor  # [T, M] fp32: log-mel features of the sounds; without memory ("meta") on ranks that encode none
     positions: Tensor  # [N] int64: audio tokens' indices into the flattened [B·S] …
-    rows: Tensor  # [N] int64: … and their features' indices among those of all sounds
+    rows: Tensor  # [N] int64: … and their features' indices among those of the sounds, or among the received ones
+    dealt: DealtImages | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
-        return {"mels": self.mels, "sound_positions": self.positions, "sound_rows": self.rows}
+        """Return the tensors that have memory by name."""
+        mels = {} if self.mels.is_meta else {"mels": self.mels}
+        dealt = {} if self.dealt is None else {"sounds_sent": self.dealt.sent}
+        return {**mels, **dealt, "sound_positions": self.positions, "sound_rows": self.rows}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> SoundBatch:
         """Return the sounds with these tensors, by the names of `tensors`."""
-        return SoundBatch(self.frames, *(tensors[name] for name in self.tensors()))
+        mels, dealt = tensors.get("mels", self.mels), self.dealt
+        dealt = None if dealt is None else replace(dealt, sent=tensors["sounds_sent"])
+        return SoundBatch(self.frames, mels, tensors["sound_positions"], tensors["sound_rows"], dealt)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,18 +193,6 @@ class LocalFeatures:
 
     positions: Tensor  # [F'] int64: the entries of `TextBatch.feature_positions` in this rank's part
     values: Tensor | None  # [F', 1 + DeepStack layers, Hl] on the device; None on ranks without the embedding
-
-
-@dataclass(frozen=True, eq=False)
-class DealtImages:
-    """Images assigned to a context-parallel rank, and the all-to-all that sends features to the ranks that use them."""
-
-    patch_rows: Tensor  # [P'] int64: indices of its images' patches among all patches
-    num_features: int  # of its images
-    sent: Tensor  # int64: indices of its features for rank 0, then for rank 1, …
-    sent_sizes: tuple[int, ...]  # number of features for each rank
-    received: Tensor  # [F'] int64: index of the received feature for each image token of the part
-    received_sizes: tuple[int, ...]  # number of features from each rank
 
 
 @dataclass(frozen=True, eq=False)

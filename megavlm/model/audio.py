@@ -85,7 +85,7 @@ class SoundLayout:
 def merged_sounds(sounds: SoundBatch | None, features: Tensor) -> tuple[Tensor, Tensor]:
     """Return the positions of audio tokens in this part of the text, [N], and their features, [N, Hl].
 
-    `features` [Fa, 1, Hl] are those of all sounds, or of the blank one, which no position takes.
+    `features` [Fa, 1, Hl] are those of all sounds, or of the blank one, which no position takes, or the received ones.
     """
     if sounds is None:
         return torch.empty(0, dtype=torch.int64, device=features.device), features[:0, 0]

@@ -26,7 +26,7 @@ from megavlm.config.derived import (
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.context_parts import followers, order_of
-from megavlm.inputs.batch import Continuation, MicroBatch
+from megavlm.inputs.batch import Continuation, DealtImages, MicroBatch
 from megavlm.model.audio import SoundLayout
 from megavlm.model.context_attention import causal_spans
 from megavlm.model.delta_rule import Sequences
@@ -367,16 +367,20 @@ class MicroBatchContext:
         return (positions % length - first) * samples + positions // length
 
     def of_this_part(self, features: Tensor) -> Tensor:
-        """Return the features [F', 1, H] of this context-parallel rank's part of the text, given those of its images.
+        """Return the features [F', 1, H] of a context-parallel rank's part of the text, given those that it encoded."""
+        dealt = None if self.batch.context is None else self.batch.context.images
+        return features if dealt is None else self.exchanged(features, dealt).index_select(0, dealt.received)
+
+    def exchanged(self, features: Tensor, dealt: DealtImages | None) -> Tensor:
+        """Return the features [F', 1, H] that this context-parallel rank receives, given those that it has encoded.
 
         Ranks exchange features in an all-to-all; gradients go the opposite way.
         """
-        dealt = None if self.batch.context is None else self.batch.context.images
         if dealt is None:
             return features
         sent, group = features.index_select(0, dealt.sent), self.groups.collection.cp
         received: Tensor = all_to_all(group, sent, list(dealt.received_sizes), list(dealt.sent_sizes))
-        return received.index_select(0, dealt.received)
+        return received
 
     def with_features_merged(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Return the hidden states [S(/TP), B, H] with a colocated encoder's features [F', H] at the image tokens."""

@@ -1,9 +1,9 @@
 """Give a rank's chunks their part of a step's micro-batches, copied to the device one micro-batch ahead of use.
 
-Each context-parallel rank gets its part of the text, and of the images if the encoder is in the pipeline. Images are
-dealt by FLOPs, and none is encoded twice. Just before features are merged, an all-to-all sends them to the ranks
-that have their image tokens; its backward pass is the opposite all-to-all (`MicroBatchContext.of_this_part`). The
-assignment needs no communication: every rank knows the sizes of all images.
+Each context-parallel rank gets its part of the text, and of the images and sounds if the encoder is in the pipeline.
+Images are dealt by FLOPs, sounds by length, and none is encoded twice. Just before features are merged, an all-to-all
+sends them to the ranks that have their tokens; its backward pass is the opposite all-to-all
+(`MicroBatchContext.exchanged`). The assignment needs no communication: every rank knows all sizes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.arch.dims import RowSplit
+from megavlm.arch.image_tokens import features_of
 from megavlm.backend.host_copies import HostCopies
 from megavlm.config.schema import ModelConfig
-from megavlm.data.context_parts import in_memory_of, in_parts, order_of, part_of
-from megavlm.data.costs import ImageAssignment
-from megavlm.inputs.batch import DealtImages, ImageBatch, MicroBatch
+from megavlm.data.context_parts import in_memory_of, in_parts, local_positions, order_of, part_of
+from megavlm.data.costs import ImageAssignment, assign_longest_first
+from megavlm.inputs.batch import DealtImages, ImageBatch, MicroBatch, SoundBatch
 from megavlm.pipeline.colocated import Rows, feature_exchange_of
 
 
@@ -106,25 +107,37 @@ def own_part(batch: MicroBatch, split: RowSplit, *, rank: int, deals: ModelConfi
     part = part_of(batch, split, rank=rank)
     if part.context is None or deals is None:
         return part
-    sizes, positions = batch.image_sizes, batch.text.feature_positions
+    length = batch.text.tokens.shape[1]
+
+    def dealt(owners: Rows, counts: Sequence[int], rows: Rows, positions: Tensor) -> DealtImages:
+        parts, _ = in_parts(positions, split, length=length)
+        route = feature_exchange_of(np.repeat(owners, counts), parts.numpy(), range(split.ranks)).features(rank)
+
+        def kept(rows: Rows) -> Tensor:
+            return in_memory_of(positions, torch.from_numpy(rows))
+
+        return DealtImages(
+            patch_rows=kept(rows),
+            num_features=int(np.array(counts, dtype=np.int64)[owners == rank].sum()),
+            sent=kept(np.concatenate(route.send)),
+            sent_sizes=tuple(map(len, route.send)),
+            received=kept(np.concatenate(route.receive).argsort()),
+            received_sizes=tuple(map(len, route.receive)),
+        )
+
+    sizes, sounds = batch.image_sizes, batch.sounds
     (owners,) = ImageAssignment(deals, split.ranks).encoders([sizes])
     mine, counts = owners == rank, sizes.image_tokens(deals.projector)
-    parts, _ = in_parts(positions, split, length=batch.text.tokens.shape[1])
-    exchange = feature_exchange_of(np.repeat(owners, counts), parts.numpy(), range(split.ranks))
-    route = exchange.features(rank)
-
-    def kept(rows: Rows) -> torch.Tensor:
-        return in_memory_of(positions, torch.from_numpy(rows))
-
-    images = DealtImages(
-        patch_rows=kept(sizes.patch_rows(mine)),
-        num_features=sum(count for count, own in zip(counts, mine, strict=True) if own),
-        sent=kept(np.concatenate(route.send)),
-        sent_sizes=tuple(map(len, route.send)),
-        received=kept(np.concatenate(route.receive).argsort()),
-        received_sizes=tuple(map(len, route.receive)),
-    )
-    return replace(part, image_sizes=sizes.select(mine), context=replace(part.context, images=images))
+    images = dealt(owners, counts, sizes.patch_rows(mine), batch.text.feature_positions)
+    if sounds is not None:
+        owners = np.array(assign_longest_first(sounds.frames, split.ranks), dtype=np.int64)
+        rows = np.flatnonzero(np.repeat(owners == rank, sounds.frames))
+        route = dealt(owners, [features_of(each, deals.audio) for each in sounds.frames], rows, sounds.positions)
+        frames = tuple(length for length, owner in zip(sounds.frames, owners, strict=True) if owner == rank)
+        mels = sounds.mels if sounds.mels.is_meta else in_memory_of(sounds.mels, sounds.mels[route.patch_rows])
+        positions = local_positions(sounds.positions, split, rank=rank, length=length)
+        sounds = SoundBatch(frames, mels, positions, route.received, route)
+    return replace(part, image_sizes=sizes.select(mine), sounds=sounds, context=replace(part.context, images=images))
 
 
 def whole_rows(own: Tensor, split: RowSplit, group: dist.ProcessGroup) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megavlm.arch.layers import PATCH_EMBED
+from megavlm.arch.dims import Dims
+from megavlm.arch.layers import AUDIO_EMBED, PATCH_EMBED
 from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.config.option import has_validation
@@ -75,6 +77,7 @@ def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend:
         dtype=DTYPES[config.precision.dtype],
         vision_group=_vision_group(plan, groups),
         assignment=ImageAssignment.of(config, ranks=groups.replica.size()) if plan.encoder else None,
+        hearers=_hearers(plan, groups.dims),
         validation=validation,
     )
     return config, RunData(loaders, prompts, identity)
@@ -123,6 +126,13 @@ def write_references(config: Config, plan: Plan, groups: Groups, backend: Backen
         loaders.training.close()
         loaders.validation.close()
     on_rank_0(partial(references.write, known))
+
+
+def _hearers(plan: Plan, dims: Dims) -> Sequence[int]:
+    """Return the numbers in a replica of the ranks that encode sounds: those of one pipeline stage, or none."""
+    size = dims.tp * dims.cp
+    stages = [number % dims.pp for number, chunk in enumerate(plan.chunks) if AUDIO_EMBED in chunk]
+    return [rank for stage in stages for rank in range(stage * size, (stage + 1) * size)]
 
 
 def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:

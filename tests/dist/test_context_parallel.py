@@ -25,6 +25,7 @@ FAST = [
     ("cp2-tp2", "qwen3-vl", "--micro-batch-size 2"),
     ("cp2-pp2-vpp2", "one-image-rank", ""),
     ("cp2-dp2", "gemma3", ""),
+    ("cp2", "audio", ""),
     ("cp2-tp2", "latents", ""),
     ("cp4", "qwen3.5", ""),  # two ranks exchange heads, and two such groups gather rows
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,32 @@ def complaint() -> str:
 
 def test_every_rank_hears_what_is_wrong_with_the_data(pools: Pools) -> None:
     assert pools(2).run(complaint) == ["ein Bär fraß train.jsonl"] * 2
+
+
+def heard(hearers: tuple[int, ...]) -> tuple[int, bool]:
+    """Return how many values of mel features reach this rank, and whether they are right."""
+    import torch
+    import torch.distributed as dist
+
+    from megavlm.data.broadcast import ReplicaBroadcast
+    from megavlm.inputs.batch import SoundBatch
+    from tests.support.micro_batch import micro_batch
+
+    mels = torch.arange(26.0).view(13, 2)
+    sounds = SoundBatch((9, 4), mels, torch.tensor([3, 4, 7]), torch.arange(3))
+    batches = [replace(micro_batch(1), features=None, sounds=each) for each in (sounds, None)]
+    world = dist.group.WORLD
+    exchange = ReplicaBroadcast(world, world, vision_group=None, device=torch.device("cpu"), hearers=hearers)
+    step = exchange.share(lambda: StepData(batches, read=1, skipped=(), imbalance=None))
+    assert step.batches[1].sounds is None
+    found = step.batches[0].sounds
+    return (0, True) if found.mels.is_meta else (found.mels.numel(), found.mels.equal(mels))
+
+
+@pytest.mark.parametrize("hearers", [(), (1, 2), (0, 1, 2, 3)])
+def test_mel_features_reach_the_ranks_that_encode_sounds_alone(pools: Pools, hearers: tuple[int, ...]) -> None:
+    expected = [(26 * (rank in hearers or not rank), True) for rank in range(4)]  # the first rank reads
+    assert pools(4).run(heard, hearers) == expected
 
 
 @pytest.mark.slow

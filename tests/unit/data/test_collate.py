@@ -24,7 +24,7 @@ from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Imbalance, Member, Sam
 from megavlm.errors import UserError
 from megavlm.families.shared.videos import moments_of
 from megavlm.inputs.bad_sample import Skipped
-from megavlm.inputs.batch import ImageSizes, LocalFeatures, MicroBatch, TextBatch
+from megavlm.inputs.batch import ImageSizes, LocalFeatures, MicroBatch, SoundBatch, TextBatch
 from megavlm.inputs.patches import Image
 from megavlm.objective.gather import Texts
 from tests.support.flags import resolved
@@ -397,6 +397,9 @@ def test_a_further_token_has_a_loss_where_it_is_trained_and_of_the_same_sample()
     assert further.further_positions[1, 1, :6].tolist() == [210 + place for place in range(6)]
 
 
+SOUNDS = SoundBatch((9, 4), torch.arange(26.0).view(13, 2), torch.tensor([3, 4, 7]), torch.arange(3))
+
+
 def step() -> StepData:
     first, second = micro_batch(1, dtype=torch.bfloat16), micro_batch(2)
     odd = replace(
@@ -410,7 +413,7 @@ def step() -> StepData:
     groups = (TileGroup(grid=(1, 2), size=(30, 40)), TileGroup((0, 0), (30, 40), "last frame"))
     tiled = ImageSizes(((2, 2),) * 4, groups)
     return StepData(
-        batches=[replace(first, features=None), MicroBatch(odd, tiled)],
+        batches=[replace(first, features=None, sounds=SOUNDS), MicroBatch(odd, tiled)],
         read=9,
         skipped=(Skipped("train.jsonl:18", "träin", "truncated", "Bild – kaputt", partly=True),),
         imbalance=Imbalance(1.5, 1.25, 2.0, 1.75),
@@ -440,5 +443,12 @@ def test_a_step_comes_out_as_it_went_in() -> None:
                 assert got.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr(), "a view, not a copy"
             else:
                 assert got == value, name
+    sounds = found.batches[0].sounds
+    assert sounds is not None
+    assert (sounds.frames, sounds.mels.shape) == (SOUNDS.frames, SOUNDS.mels.shape)
+    assert sounds.mels.is_meta
+    assert sounds.positions.equal(SOUNDS.positions)
+    assert sounds.rows.equal(SOUNDS.rows)
+    assert not any(each is SOUNDS.mels for each in tensors), "mel features go to those that encode sounds"
     assert b"pickle" not in description
     assert aligned(5) == aligned(64) == 64

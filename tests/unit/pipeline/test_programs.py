@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 
 from megavlm.arch.dims import RowSplit
+from megavlm.arch.image_tokens import features_of
 from megavlm.arch.schedules import Pass, PipelineShape, rank_schedules
 from megavlm.data import loader
 from megavlm.errors import UserError
-from megavlm.inputs.batch import ImageSizes, MicroBatch, TextBatch
+from megavlm.inputs.batch import ImageSizes, MicroBatch, SoundBatch, TextBatch
 from megavlm.pipeline.colocated import feature_exchange_of, senders
 from megavlm.pipeline.encoder import shard_size
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
@@ -368,6 +369,27 @@ def test_each_image_is_encoded_once_and_its_features_reach_its_tokens(split, gri
         assert each.received_sizes == tuple(len(messages[rank]) for messages in sent)
         merged = torch.cat([messages[rank] for messages in sent])[each.received]
         assert torch.equal(positions[merged], part.text.labels.flatten()[part.text.feature_positions])
+
+
+@pytest.mark.parametrize("frames", [(), (9,), (9, 4, 17, 4)], ids=str)
+@pytest.mark.parametrize("split", [RowSplit(2), RowSplit(4), RowSplit(2, 2)], ids=str)
+def test_each_sound_is_encoded_once_and_its_features_reach_its_tokens(split, frames):
+    counts = [features_of(each, MODEL.audio) for each in frames]
+    numbers = torch.arange(2 * LENGTH).view(2, LENGTH)
+    positions = torch.randperm(2 * LENGTH, generator=torch.Generator().manual_seed(1))[: sum(counts)].sort().values
+    text = TextBatch(numbers, numbers, numbers.float(), numbers, feature_positions=positions[:0])
+    mels = torch.arange(sum(frames)).float()[:, None]
+    whole = MicroBatch(text, ImageSizes(), sounds=SoundBatch(frames, mels, positions, torch.arange(sum(counts))))
+    parts = [own_part(whole, split, rank=rank, deals=MODEL) for rank in range(split.ranks)]
+    assert sorted(torch.cat([part.sounds.mels[:, 0] for part in parts]).tolist()) == list(range(sum(frames)))
+    assert [sum(part.sounds.frames) for part in parts] == [len(part.sounds.mels) for part in parts]
+    first = torch.tensor(np.repeat(np.cumsum([0, *frames])[:-1], counts))  # mel frame of each feature's sound
+    made = [torch.nonzero(torch.isin(first, part.sounds.mels[:, 0].long()))[:, 0] for part in parts]
+    dealt = [part.sounds.dealt for part in parts]
+    sent = [mine[each.sent].split(each.sent_sizes) for mine, each in zip(made, dealt, strict=True)]
+    for rank, part in enumerate(parts):
+        merged = torch.cat([messages[rank] for messages in sent])[part.sounds.rows]
+        assert torch.equal(positions[merged], part.text.labels.flatten()[part.sounds.positions])
 
 
 def test_a_colocated_encoder_keeps_its_images() -> None:
