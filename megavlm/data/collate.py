@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,18 @@ from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, Sound
 if TYPE_CHECKING:
     from megavlm.data.source import Source
 
-# A run of features: (rows, columns) of a grid of patches, and the time positions at which the grid occurs.
-Run = tuple[tuple[int, int], tuple[int, ...]]
+
+class Run(NamedTuple):
+    """A run of features: (rows, columns) of a grid of patches, and the time positions at which the grid occurs.
+
+    `pieces` are those of `Film`, if the sound of a video is heard.
+    """
+
+    grid: tuple[int, int]
+    moments: tuple[int, ...]
+    pieces: tuple[int, ...] = ()
+
+
 Crop = tuple[int, int, int, int]  # token range [start, end) of a picture's features, and their rows and columns
 
 
@@ -276,7 +286,7 @@ def _positions(sample: Sample, spec: CollateSpec) -> NDArray[np.int64]:
     are_features, merge = spec.are_features(sample.tokens), spec.projector.pixel_shuffle
     if spec.canvas_tokens:
         return canvas_positions(sample.tokens, are_features, sample.grids, marks=spec.canvas_tokens, merge=merge)
-    return mrope_positions(are_features, runs_of(sample), merge=merge)
+    return mrope_positions(are_features, runs_of(sample), merge=merge, timed=spec.audio_token is not None)
 
 
 def runs_of(sample: Sample) -> list[Run]:
@@ -289,40 +299,55 @@ def runs_of(sample: Sample) -> list[Run]:
         run
         for image in sample.images
         for run in (
-            [(image.grids[0], image.film.moments)]
+            [Run(image.grids[0], image.film.moments, image.film.pieces)]
             if image.film is not None and image.film.moments
-            else [(grid, (0,)) for grid in image.grids]
+            else [Run(grid, (0,)) for grid in image.grids]
         )
     ]
 
 
-def mrope_positions(are_features: NDArray[np.bool_], runs: Sequence[Run], *, merge: int) -> NDArray[np.int64]:
+def mrope_positions(
+    are_features: NDArray[np.bool_], runs: Sequence[Run], *, merge: int, timed: bool = False
+) -> NDArray[np.int64]:
     """Return (time, row, column) of each token of one sequence (M-RoPE; Wang et al. 2024, Qwen2-VL): [S] → [3, S].
 
     Each text token advances all three by one. A still image takes one time position: its feature in row r and column c
     of the merged grid has the position (t, t + r, t + c), where t is the next free position. Text continues at t + the
     image's longer side, the first position that none of its features reached. In a video, a group of frames has the
-    time t + its own moment; text after the video continues as after an image, as in Transformers from 5.3 on. Padding
-    counts as text.
+    time t + its own moment; text after the video continues as after an image, as in Transformers from 5.3 on, or if
+    `timed`, as in Qwen2.5-Omni, past its last moment. Features of a sound count as text, and so does padding. If a
+    video and its sound take turns, both begin at t, the two marks before them share a position, and so do those after.
 
     Args:
         are_features: [S] mask of the tokens that are features of images and videos.
-        runs: (rows, columns) in patches and the moments (time positions) of each run of features, in order; `merge`²
-            patches make one feature.
+        runs: runs of features, in order; `merge`² patches make one feature.
     """
     positions = np.empty((3, len(are_features)), dtype=np.int64)
     starts = np.flatnonzero(are_features)
     place = moment = 0
-    for grid, moments in runs:
+    for grid, moments, pieces in (Run(*run) for run in runs):
         rows, columns = grid[0] // merge, grid[1] // merge
         first = int(starts[np.searchsorted(starts, place)])
         positions[:, place:first] = np.arange(moment, moment + first - place)
         moment += first - place
-        place = first + len(moments) * rows * columns
         cells = np.indices((len(moments), rows, columns)).reshape(3, -1)
         cells[0] = np.repeat(moments, rows * columns)
+        after = int(cells.max()) + 1 if timed else max(rows, columns)
+        if pieces:
+            moment -= 1
+            positions[:, first - 1] -= 1
+            heard = np.tile(np.arange(sum(pieces[1::2])), (3, 1))
+            shown, sounds = (
+                np.split(each, np.cumsum(pieces[start::2])[:-1], axis=1) for start, each in enumerate((cells, heard))
+            )
+            parts = [part for part in chain(*zip(shown, sounds, strict=True)) if part.size]
+            cells, after = np.concatenate(parts, axis=1), int(parts[-1].max()) + 1
+        place = first + cells.shape[1]
         positions[:, first:place] = moment + cells
-        moment += max(rows, columns)
+        moment += after
+        if pieces:
+            positions[:, place] = moment
+            place += 1
     positions[:, place:] = np.arange(moment, moment + len(are_features) - place)
     return positions
 

@@ -161,7 +161,7 @@ class FilesSource(Encoder, Source):
         return Sample(
             tokens=encoded.tokens,
             trained=encoded.trained,
-            images=tuple(self.visuals.load(images, each, augmentation) for each in encoded.images if not each.frames),
+            images=tuple(self.visuals.load(images, each, augmentation) for each in encoded.images if each.grids),
             sounds=tuple(self.visuals.sound(images, each) for each in encoded.images if each.frames),
             tile_groups=encoded.tile_groups,
             source=encoded.source,

@@ -66,7 +66,8 @@ class Encoder:
         self.feature_tokens = read if sees else ()
         self.pad_token = self.tokenizer.pad
         self.max_pixels = config.data.max_image_pixels
-        self.visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config), sees)
+        budget, hears = _budget(self.processor, config), config.data.video_sound
+        self.visuals = Visuals(self.processor, self.max_pixels, budget, sees, hears)
         self._costs = CostModel.of(config.model)
 
     def encoded(self, record: Conversation, *, source: int) -> tuple[tuple[EncodedSample, ...], str]:
@@ -175,9 +176,9 @@ class Encoder:
         layouts = self.visuals.layouts(conversation.images)
         expanded = [layout.prompt for layout in layouts]
         around = tuple(self.chat.placeholder.split(self.tokenizer.image_text))
-        texts = [each.prompt.texts if each.frames else around for each in layouts]
+        texts = [around if each.tiles else each.prompt.texts for each in layouts]
         single = [
-            replace(each, texts=written, runs=(1,) * (len(written) - 1))
+            replace(each, texts=written, runs=(1,) * (len(written) - 1), each=())
             for each, written in zip(expanded, texts, strict=True)
         ]
         return self.chat.prompt(conversation, single), self.chat.prompt(conversation, expanded)
@@ -195,7 +196,7 @@ class Encoder:
         return Sample(
             tokens=tokens,
             trained=np.zeros(len(tokens), dtype=np.bool_),
-            images=tuple(self.visuals.load(images, each) for each in wanted if not each.frames),
+            images=tuple(self.visuals.load(images, each) for each in wanted if each.grids),
             tile_groups=self._tile_groups(layouts),
             sounds=tuple(self.visuals.sound(images, each) for each in wanted if each.frames),
         )
@@ -223,7 +224,7 @@ class Encoder:
             cost=self._costs.cost(
                 length=len(piece),
                 grids=[grid for image in images for grid in image.grids],
-                images=sum(not image.frames for image in images),
+                images=sum(bool(image.grids) for image in images),
                 sounds=[image.frames for image in images if image.frames],
             ),
         )

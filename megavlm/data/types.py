@@ -168,7 +168,7 @@ class StoredImage:
     grids: tuple[tuple[int, int], ...]
     arrangement: tuple[int, int]  # (rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut
     film: Film | None = None  # of a video
-    frames: int = 0  # mel frames of a sound
+    frames: int = 0  # mel frames of a sound, or of the sound of a video
 
 
 @dataclass(frozen=True, eq=False)

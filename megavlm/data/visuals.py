@@ -35,7 +35,7 @@ from megavlm.inputs.layout import Film, Layout
 from megavlm.inputs.patches import LoadedImage
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.resize import Pixels
-from megavlm.inputs.sounds import RATE, Sound, SoundProcessor, drawn
+from megavlm.inputs.sounds import RATE, Sound, SoundProcessor, drawn, with_sound
 from megavlm.inputs.video import Budget, Clip, VideoProcessor
 from megavlm.inputs.vision_inputs import RGB
 
@@ -49,13 +49,14 @@ _COLORS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 @dataclass(frozen=True)
 class Visuals:
     """Reads images and videos with `processor`; `budget` limits the frames and tokens of each video. With `sees` false
-    the model is a language model alone, which takes none.
+    the model is a language model alone, which takes none. With `hears` the sound of a video is part of it.
     """
 
     processor: Processor
     max_pixels: int
     budget: Budget
     sees: bool = True
+    hears: bool = False
 
     def layouts(self, visuals: Sequence[Visual]) -> list[Layout]:
         """Return the layouts of a record's images and videos, of which only the headers are read.
@@ -87,9 +88,13 @@ class Visuals:
         return LoadedImage(wanted.grids, patches, wanted.arrangement, wanted.film)
 
     def sound(self, visuals: Sequence[Visual], wanted: StoredImage) -> Sound:
-        """Return the sound `wanted` of a record's `visuals` with its features. Raises BadSample."""
+        """Return the sound (or the sound of the video) `wanted` of a record's `visuals` with its features.
+
+        Raises BadSample.
+        """
         visual = visuals[wanted.number]
-        assert isinstance(visual, SoundRef)
+        assert not isinstance(visual, ImageRef)
+        assert not isinstance(visual.source, tuple), "folders of frames have no sound"
         mels = self._sounds.mels(clips.sound(visual.source, longest=self._sounds.longest))
         if len(mels) != wanted.frames:
             raise BadSample(Reason.CORRUPT, f"the sound has {len(mels)} frames, and had {wanted.frames} before")
@@ -97,8 +102,7 @@ class Visuals:
 
     def _layout(self, visual: Visual, images: int) -> Layout:
         if isinstance(visual, SoundRef):  # no header tells the length of an mp3 exactly
-            samples = len(clips.sound(visual.source, longest=self._sounds.longest))
-            return self._sounds.layout(samples, self.processor.image_token)
+            return self._heard(visual.source)
         if isinstance(visual, ImageRef):
             return self.processor.layout(*self._size(visual), images=images)
         if isinstance(visual.source, tuple):  # extracted frames: all are used, if the budget allows it
@@ -107,7 +111,19 @@ class Visuals:
             clip = Clip(height, width, tuple(number / rate for number in range(len(visual.source))), rate)
             return self._videos.layout(clip, replace(self.budget, fps=rate))
         clip = clips.probe(visual.source, max_pixels=self.max_pixels)
-        return self._videos.layout(clip, replace(self.budget, fps=visual.fps or self.budget.fps))
+        layout = self._videos.layout(clip, replace(self.budget, fps=visual.fps or self.budget.fps))
+        if not self.hears:
+            return layout
+        try:
+            return with_sound(layout, self._heard(visual.source), turn=self._sounds.turn)
+        except BadSample as error:
+            if error.reason in (Reason.NO_FRAMES, Reason.TOO_NARROW):  # a silent video
+                return layout
+            raise
+
+    def _heard(self, source: clips.Source) -> Layout:
+        samples = len(clips.sound(source, longest=self._sounds.longest))
+        return self._sounds.layout(samples, self.processor.image_token)
 
     def _size(self, image: ImageRef) -> tuple[int, int]:
         channels = self.processor.vision_input.array_channels

@@ -1,12 +1,13 @@
 """Qwen2.5-Omni's thinker: Qwen2.5-VL, and a Whisper encoder whose features are merged at audio tokens.
 
-A feature of a sound has a position as a token of text has, 25 a second; frames of videos are as many steps apart. The
-speaking parts (`talker`, `token2wav`) are not trained, and are exported unchanged.
+A feature of a sound has a position as a token of text has, 25 a second; frames of videos are as many steps apart, and
+the sound of a video takes turns with them. The speaking parts (`talker`, `token2wav`) are not trained, and are exported
+unchanged.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megavlm.arch.layers import AUDIO_EMBED, AUDIO_LAYER, AUDIO_PROJECTOR, VISION_LAYER
@@ -20,13 +21,17 @@ from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.qwen_vl import with_defaults
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import QKV, Table, linear, module
+from megavlm.families.shared.videos import VIDEOS, QwenVideo, moments_of, qwen_fields
 from megavlm.families.shared.vision import qkv
+from megavlm.inputs.layout import Layout
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import Json, require_model_value
 from megavlm.inputs.sounds import RATE, SoundProcessor
+from megavlm.inputs.video import Budget, Clip
 from megavlm.json_files import number, whole
 
-IMAGE, AUDIO = "<|IMAGE|>", "<|AUDIO|>"
+IMAGE, VIDEO, AUDIO = "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"
+_TURN = 2  # seconds of a video, then of its sound
 RANGES = {
     **dict.fromkeys(("chunk_length", "feature_size", "sampling_rate", "hop_length", "n_fft"), whole(1, 2**20)),
     **dict.fromkeys(("dither", "padding_value"), number(-1, 1)),
@@ -60,6 +65,7 @@ def config(settings: Settings) -> ModelConfig:
     thinker = thinker_of(settings)
     indices = {f"{kind}_token_id": thinker.get(f"{kind}_token_index", None) for kind in ("image", "video", "audio")}
     thinker = with_defaults(Settings({**thinker.values, **indices}, thinker.where), _TOP)
+    thinker.require("seconds_per_chunk", _TURN, why=f"videos and their sound take turns of {_TURN} seconds here")
     tower = with_defaults(thinker.section("vision_config"), qwen2_vl.WINDOWED_VISION)
     text = qwen_vl.text_model(
         with_defaults(thinker.section("text_config"), _TEXT),
@@ -155,6 +161,26 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
     return given | {"input_features": mels.mT, "feature_attention_mask": mask}
 
 
+@dataclass(frozen=True, kw_only=True)
+class OmniVideo(QwenVideo):
+    """Qwen2.5-VL's videos with the time of a group from the rate that was asked for, whatever the clip's."""
+
+    def layout(self, clip: Clip, budget: Budget) -> Layout:
+        found = super().layout(clip, budget)
+        assert found.film is not None
+        seconds = self.frames_per_patch / budget.rate_of_images
+        moments = moments_of(self.groups(len(found.film.frames)), seconds, self.steps_per_second)
+        return replace(found, film=replace(found.film, moments=moments))
+
+
+def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> OmniVideo:
+    """Return the video processor; Transformers' processor takes no bounds of pixels from files."""
+    bounds = {"min_pixels": None, "max_pixels": None, "size": VIDEOS.defaults["size"]}
+    kept = {name: value for name, value in {**options, **bounds}.items() if value is not None}
+    fields = {**shared, **qwen_fields(kept, model), **_MARKS}
+    return OmniVideo(**fields, text=VIDEO, number=model.video_token, steps_per_second=model.video_steps_per_second)
+
+
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
     """Return the image processor, with what WhisperFeatureExtractor's options in the same file say of sounds."""
     built: Any = qwen_vl.build_processor(options, model, shared)
@@ -169,7 +195,8 @@ def build_sounds(options: Json, model: ModelConfig, **fields: Any) -> SoundProce
     for name, known in {"feature_size": model.audio.mel_bins, **_SOUNDS}.items():
         require_model_value(options, name, known)
     assert model.audio_token is not None
-    return SoundProcessor(audio=model.audio, number=model.audio_token, **fields)
+    turn = int((model.video_steps_per_second or 0) * _TURN)
+    return SoundProcessor(audio=model.audio, number=model.audio_token, turn=turn, **fields)
 
 
 FAMILY = Family(
@@ -179,6 +206,7 @@ FAMILY = Family(
     table=table,
     inputs=inputs,
     image_processors=(replace(qwen_vl.PROCESSOR, model_types=_TYPES, build=build_processor, ranges=RANGES),),
+    videos=replace(VIDEOS, classes=(), model_types=_TYPES, build=build_video),
     image_text=IMAGE,
     chat_template=CHATML,
     unused=(r".*audio_tower\.audio_bos_eos_token\.weight", r"talker\..*", r"token2wav\..*"),

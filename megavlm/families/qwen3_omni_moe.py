@@ -19,6 +19,7 @@ from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.qwen_vl import with_defaults
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear, module
+from megavlm.families.shared.videos import VIDEOS
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import Json
 from megavlm.inputs.sounds import RATE
@@ -94,6 +95,7 @@ FAMILY = replace(
     image_processors=(
         replace(qwen_vl.PROCESSOR, model_types=_TYPES, build=build_processor, ranges=qwen2_5_omni.RANGES),
     ),
+    videos=replace(VIDEOS, classes=(), model_types=_TYPES, build=lambda *_: None),  # whose times are not known here
     image_text=qwen_vl.IMAGE,
     unused=(r"talker\..*", r"code2wav\..*"),
     name_prefixes=(replace(_HELD, experts="stacked"), *_SAVED),

@@ -25,7 +25,7 @@ EXPORTS = "exports"  # in a run folder
 _MAKE_SAMPLES = (
     *("tokenizer", "chat_template", "image_processor"),
     *("min_pixels", "max_pixels", "max_image_pixels", "fast_image_resize"),
-    *("video_fps", "video_max_frames", "video_max_tokens"),
+    *("video_fps", "video_max_frames", "video_max_tokens", "video_sound"),
 )
 _LARGEST = 2**28  # bytes of a manifest
 

@@ -25,16 +25,22 @@ class Prompt:
     """The text that replaces an image: texts[0], runs[0] image tokens, texts[1], runs[1] image tokens, …, texts[-1].
 
     Each image token receives one feature, in order. `number` is the token's id in the vocabulary, if it differs from
-    the image token: some models have a separate video token.
+    the image token: some models have a separate video token. `each` has the ids of the runs, if these differ.
     """
 
     token: str
     texts: tuple[str, ...]
     runs: tuple[int, ...]
     number: int | None = None
+    each: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.texts) == len(self.runs) + 1
+
+    @property
+    def numbers(self) -> tuple[int | None, ...]:
+        """Return the token's id of each run; None: the image token's."""
+        return self.each or (self.number,) * len(self.runs)
 
     def __str__(self) -> str:
         filled = zip(self.texts, self.runs, strict=False)
@@ -50,6 +56,8 @@ class Film:
     # Time of each group in the steps of M-RoPE, from 0 on, if the groups' tokens follow one another; () if each group
     # is an image among text.
     moments: tuple[int, ...] = ()
+    # How many tokens of the video, then of its sound, then of the video, … follow one another, if its sound is heard.
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Layout:
     arrangement: tuple[int, int]
     prompt: Prompt
     film: Film | None = None  # of a video
-    frames: int = 0  # mel frames of a sound, which has no tiles
+    frames: int = 0  # mel frames of a sound, which has no tiles, or of the sound of a video
 
     @property
     def features(self) -> int:

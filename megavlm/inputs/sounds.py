@@ -6,9 +6,10 @@ Legend: n samples of a sound, T mel frames, M mel bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +43,7 @@ class SoundProcessor:
 
     With `padded`, silence follows a sound, as in a reference that fills it up to `longest`. Otherwise the end is as
     where a sound is alone in a batch: frames that reach beyond it are reflected, and begin before the last whole hop.
+    The sound of a video takes turns with its features, each for `turn` M-RoPE steps of time.
     """
 
     audio: AudioConfig
@@ -51,6 +53,7 @@ class SoundProcessor:
     start: str
     end: str
     padded: bool = True
+    turn: int = 50
 
     def layout(self, samples: int, image_token: str) -> Layout:
         """Return the prompt of a sound, in whose place the tokenizer sees an image. Raises BadSample for a click."""
@@ -78,6 +81,31 @@ class SoundProcessor:
     def frames_of(self, samples: int) -> int:
         """Return the number of mel frames of a sound."""
         return -(-samples // _HOP) if self.padded else samples // _HOP
+
+
+def with_sound(video: Layout, sound: Layout, *, turn: int) -> Layout:
+    """Return the layout of a video and its sound, whose tokens take turns, each for `turn` M-RoPE steps of time."""
+    assert video.film is not None
+    times = np.repeat(video.film.moments, video.features // len(video.film.moments)).tolist()
+    pieces = tuple(chain(*zip_longest(_turns(times, turn), _turns(range(sound.features), turn), fillvalue=0)))
+    (first, last), (start, end) = video.prompt.texts, sound.prompt.texts
+    prompt = replace(
+        video.prompt,
+        texts=(first + start, *[""] * (len(pieces) - 1), end + last),
+        runs=pieces,
+        each=(video.prompt.number, sound.prompt.number) * (len(pieces) // 2),
+    )
+    return replace(video, prompt=prompt, film=replace(video.film, pieces=pieces), frames=sound.frames)
+
+
+def _turns(times: Iterable[int], turn: int) -> list[int]:
+    """Return the number of ascending times in each turn; as in the reference, a time begins at most one turn."""
+    counts = [0]
+    for time in times:
+        if time >= len(counts) * turn:
+            counts.append(0)
+        counts[-1] += 1
+    return counts
 
 
 def drawn(mels: Tensor) -> NDArray[np.uint8]:

@@ -6,7 +6,9 @@ import io
 import json
 import wave
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -15,23 +17,29 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
+from megavlm.arch.image_tokens import features_of
+from megavlm.checkpoint.hf.hf_files import HfFolder
 from megavlm.config.schema import AudioConfig, DataConfig, DatasetConfig
 from megavlm.data import clips
-from megavlm.data.collate import CollateSpec, collate, mrope_positions
+from megavlm.data.collate import CollateSpec, Run, collate, mrope_positions
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Segment
+from megavlm.families import family_of
+from megavlm.families.shared.videos import moments_of
 from megavlm.inference.assistant import Assistant
 from megavlm.inputs.bad_sample import BadSample
-from megavlm.inputs.sounds import RATE, SoundProcessor
+from megavlm.inputs.layout import Film, Layout, Prompt, Tile
+from megavlm.inputs.sounds import RATE, SoundProcessor, with_sound
 from megavlm.programs.evaluation import evaluate
 from megavlm.programs.inference import chat
 from tests.support import hf
 from tests.support.gates import hold
 from tests.support.harness import Single, difference
-from tests.support.processors import PIXELS, picture
+from tests.support.processors import PIXELS, bare, picture
 from tests.support.tiny_models import tiny
 from tests.support.tokenizers import byte_level
 
@@ -103,6 +111,76 @@ def test_positions_of_sounds_count_as_those_of_text(name: str, frames: tuple[int
     )
     ours = mrope_positions(np.array(tokens) == image, [((4, 6), (0,))], merge=2)
     assert ours.tolist() == theirs[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("groups", "seconds", "frames"),
+    # Sounds that end after the video, before it, and with it; groups further apart than a turn, and one group.
+    [(3, 1.0, 900), (7, 1.0, 150), (6, 0.5, 300), (4, 5.0, 1900), (1, 1.0, 9), (5, 2.0, 421)],
+)
+def test_a_video_and_its_sound_take_turns(groups: int, seconds: float, frames: int) -> None:
+    """Between an image and another sound; the tokens of Transformers' processor, and the positions of its model."""
+    model = tiny("omni").model
+    config = model.config
+    image, video, sound = config.image_token_id, config.video_token_id, config.audio_token_id
+    marks = config.vision_start_token_id, config.audio_start_token_id
+    reader = bare(
+        Qwen2_5OmniProcessor,
+        **{"video_token": "V", "audio_token": "A", "audio_bos_token": "[", "audio_eos_token": "]"},
+        video_processor=SimpleNamespace(merge_size=2),
+    )
+    grids = {"video_grid_thw": torch.tensor([[groups, 4, 6]]), "video_second_per_grid": [seconds]}
+    text = reader.replace_video_with_audio_token(
+        grids,
+        0,
+        {"num_audio_tokens": [features_of(frames, AudioConfig())]},
+        0,
+        position_id_per_seconds=25,
+        seconds_per_chunk=2.0,
+    )
+    film = Film(tuple(range(groups)), (0.0,) * groups, moments_of(groups, seconds, 25))
+    prompt = Prompt("V", ("<", ">"), (groups * 6,), video)
+    layout = Layout((0, 0), (Tile(0, 0, (4, 6)),) * groups, (0, 0), prompt, film)
+    heard = Layout(
+        (frames, 12), (), (0, 0), Prompt("V", ("[", "]"), (features_of(frames, AudioConfig()),), sound), frames=frames
+    )
+    ours = with_sound(layout, heard, turn=50)
+    pieces = zip(ours.prompt.numbers, ours.prompt.runs, strict=True)
+    written = "".join("VA"[number == sound] * run for number, run in pieces)
+    assert f"<[{written}]>" == f"<{text}>"
+    assert str(ours.prompt) == f"<[{'V' * len(written)}]>"
+
+    turns = [video if letter == "V" else sound for letter in written]
+    tokens = [1, marks[0], *[image] * 6, 3, 4, 5, *marks, *turns, 7, 8, 1, marks[1], *[sound] * 3, 7, 1]
+    given, film = torch.tensor([tokens]), ours.film
+    theirs, _ = model.get_rope_index(
+        given,
+        image_grid_thw=torch.tensor([[1, 4, 6]]),
+        video_grid_thw=grids["video_grid_thw"],
+        attention_mask=torch.ones_like(given),
+        use_audio_in_video=True,
+        audio_seqlens=torch.tensor([frames, 11]),
+        second_per_grids=torch.tensor([seconds]),
+    )
+    assert film is not None
+    runs = [Run((4, 6), (0,)), Run((4, 6), film.moments, film.pieces)]
+    found = mrope_positions(np.isin(tokens, [image, video]), runs, merge=2, timed=True)
+    assert found.tolist() == theirs[:, 0].tolist()
+
+
+def test_text_follows_the_last_moment_of_a_silent_video() -> None:
+    model = tiny("omni").model
+    video, start = model.config.video_token_id, model.config.vision_start_token_id
+    tokens = [1, start, *[video] * 18, 3, 4]
+    given = torch.tensor([tokens])
+    theirs, _ = model.get_rope_index(
+        given,
+        video_grid_thw=torch.tensor([[3, 4, 6]]),
+        attention_mask=torch.ones_like(given),
+        second_per_grids=torch.tensor([1.0]),
+    )
+    runs = [Run((4, 6), (0, 25, 50))]
+    assert mrope_positions(np.array(tokens) == video, runs, merge=2, timed=True).tolist() == theirs[:, 0].tolist()
 
 
 def test_files_are_read_at_16_khz(tmp_path: Path) -> None:
@@ -244,6 +322,63 @@ def test_a_record_gives_the_logits_that_transformers_gives(omni: Omni, single: S
     with torch.no_grad():
         expected = theirs(**inputs, use_cache=False).logits
     hold(hf.family_in(folder), "record", difference(logits[:, : len(sample)], expected, "logits"))
+
+
+def write_talk(path: Path, samples: np.ndarray, *, frames: int) -> None:
+    """Write a video of a frame a second, with samples [n] of 16 bits at 16 kHz if there are any."""
+    with av.open(str(path), "w", format="matroska") as file:
+        film = file.add_stream("libx264", rate=1)
+        film.height, film.width, film.pix_fmt = 60, 90, "yuv420p"
+        voice = file.add_stream("pcm_s16le", rate=RATE, layout="mono") if len(samples) else None
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(picture(60, 90, seed=number), format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 1)
+            file.mux(film.encode(frame))
+        file.mux(film.encode(None))
+        if voice is not None:
+            spoken = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+            spoken.sample_rate = RATE
+            file.mux([*voice.encode(spoken), *voice.encode(None)])
+
+
+@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize("omni", ["omni"], indirect=True)
+def test_a_video_with_its_sound_gives_the_logits_of_transformers(
+    omni: Omni, single: Single, tmp_path: Path, heard: bool
+) -> None:
+    """Frames of two seconds each, and two seconds of sound between them; or no sound."""
+    folder, theirs, _ = omni
+    samples = (tone(SECONDS * RATE) * 32767).astype(np.int16)
+    write_talk(tmp_path / "it.mkv", samples[: len(samples) * heard], frames=4)
+    said = [{"role": "user", "content": f"<video>{TALK[0]}"}, {"role": "assistant", "content": TALK[2]}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": said, "videos": ["it.mkv"]}) + "\n")
+    config = hf.config_for(folder, seq_length=640)
+    records = (DatasetConfig(path=str(tmp_path / "train.jsonl")),)
+    data = DataConfig(datasets=records, video_fps=1.0, video_max_tokens=10**6, video_sound=True)
+    config = replace(config, data=data)
+    source = FilesSource(config)
+    (encoded,) = source.encode(0).samples
+    sample = source.load(Segment(0, encoded))
+    batch = collate([[sample]], CollateSpec.of(config, source, seq_length=len(sample)))
+    (logits,) = hf.engine_for(config, folder, single).schedule.logits([batch])
+    given = family_of(HfFolder(folder).settings).inputs(batch, config.model)
+    ours = given.pop("position_ids")
+    grids = given["video_grid_thw"]
+    assert len(grids) == 2
+    given["video_grid_thw"] = torch.tensor([[2, *grids[0, 1:]]])
+    seconds = {"video_second_per_grid": torch.tensor([2.0]), "use_audio_in_video": heard}
+    mask = torch.ones_like(given["input_ids"])
+    lengths = {"audio_seqlens": torch.tensor([200])} if heard else {}
+    expected, _ = theirs.model.get_rope_index(
+        given["input_ids"],
+        **{"video_grid_thw": given["video_grid_thw"], "attention_mask": mask, "use_audio_in_video": heard},
+        **{"second_per_grids": torch.tensor([2.0]), **lengths},
+    )
+    assert ours.tolist() == expected.tolist()
+    assert heard == (batch.sounds.frames == (200,)), "the sound of the file"
+    with torch.no_grad():
+        logits_of_theirs = theirs(**given, **seconds, attention_mask=mask, use_cache=False).logits
+    hold(hf.family_in(folder), "record", difference(logits[:, : len(sample)], logits_of_theirs, "logits"))
 
 
 def test_answers_to_sounds_are_those_of_transformers(omni: Omni, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -156,7 +156,7 @@ def expand(
         bounds = sorted({*bounds, *(int(first) for first in firsts), *(int(end) + 1 for end in images_at)})
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[marks] = runs
-    own = [tokenizer.image if prompt.number is None else prompt.number for prompt in prompts for _ in prompt.runs]
+    own = [tokenizer.image if number is None else number for prompt in prompts for number in prompt.numbers]
     ids[marks] = own
 
     def turn(first: int, end: int) -> EncodedTurn:

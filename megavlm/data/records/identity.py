@@ -38,7 +38,7 @@ def data_identity(config: Config) -> dict[str, Any]:
         identity |= {"--shuffle": data.shuffle, "--packing": data.packing, "--chat-template": data.chat_template}
         identity |= {"--min-pixels": data.min_pixels, "--max-pixels": data.max_pixels}
         identity |= {"--video-fps": data.video_fps, "data.video_max_frames": data.video_max_frames}
-        identity["--video-max-tokens"] = data.video_max_tokens
+        identity |= {"--video-max-tokens": data.video_max_tokens, "data.video_sound": data.video_sound}
         identity["--validation-split"] = data.validation_split
         unweighted = None if len(data.datasets) > 1 else 1.0  # which one data set always had
         weights = weights_of([each.weight for each in data.datasets]) or [unweighted] * len(data.datasets)
