@@ -174,12 +174,7 @@ class DataConfig:
         "--seq-length.",
         valid=AT_LEAST_1,
     )
-    video_sound: bool = of_files(
-        False,
-        "Files: hear the sound of videos, in turn with their frames, as use_audio_in_video elsewhere.",
-        flag=KEY_ONLY,
-        needs=(DATASETS, AUDIO),
-    )
+    video_sound: bool = of_files(False, "Files: hear the sound of videos.", flag=KEY_ONLY, needs=(DATASETS, AUDIO))
     shuffle: bool = of_files(True, "Files: shuffle samples anew in each epoch; off: use the order of the files.")
     packing: bool = of_files(
         True, "Files: pack several samples into each sequence; samples do not attend to one another."

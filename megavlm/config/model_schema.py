@@ -81,7 +81,7 @@ class ProjectorConfig:
         valid=AT_LEAST_1,
     )
     merge_bias: bool = option(False, "Add a bias to model.projector.merge convolution (GLM-4.1V).")
-    input_norm: bool = option(False, "Apply a norm layer before the first linear layer of the projector (InternVL).")
+    input_norm: bool = option(False, "Add a norm before the projector (InternVL).")
     norm_before_merge: bool = option(
         False,
         "Apply the norm layer of model.projector.input_norm to single patches (Mistral 3); off: to merged features.",

@@ -33,9 +33,7 @@ class LanguageConfig:
         "Number of key/value heads (grouped-query attention); default: the number of query heads.",
         valid=AT_LEAST_1,
     )
-    kv_channels: int = option(
-        None, "Width of an attention head; default: hidden size / attention heads.", valid=AT_LEAST_1
-    )
+    kv_channels: int = option(None, "Width of a head; default: hidden size / attention heads.", valid=AT_LEAST_1)
     global_kv_channels: int | None = option(
         None, "Head width in layers without a window; default: kv_channels.", valid=AT_LEAST_1, needs=GLOBAL_LAYERS
     )
@@ -215,13 +213,13 @@ class LanguageConfig:
         "(Qwen3.5); default: no layer.",
         valid=AT_LEAST_0,
     )
-    linear_num_key_heads: int = option(16, "Linear attention: number of query and key heads.", valid=AT_LEAST_1)
+    linear_num_key_heads: int = option(16, "Linear attention: query and key heads.", valid=AT_LEAST_1)
     linear_num_value_heads: int = option(
         32,
         "Linear attention: number of value heads, a multiple of the key heads.",
         valid=AT_LEAST_1,
     )
-    linear_key_head_dim: int = option(128, "Linear attention: width of a query or key head.", valid=AT_LEAST_1)
+    linear_key_head_dim: int = option(128, "Linear attention: width of a key head.", valid=AT_LEAST_1)
     linear_value_head_dim: int = option(128, "Linear attention: width of a value head.", valid=AT_LEAST_1)
     linear_conv_kernel_dim: int = option(
         4, "Linear attention: width in tokens of its causal convolution.", valid=AT_LEAST_1

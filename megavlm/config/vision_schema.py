@@ -26,7 +26,7 @@ class VisionConfig:
     num_layers: int = option(4, "Layers of the vision encoder; 0: none, text only.", valid=TOWER)
     hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
     ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
-    num_attention_heads: int = option(8, "Number of heads; zero heads pad it for TP.", valid=AT_LEAST_1)
+    num_attention_heads: int = option(8, "Heads; zero heads pad it for TP.", valid=AT_LEAST_1)
     num_query_groups: int | None = option(
         None,
         "Number of key/value heads of the vision encoder (grouped-query attention); default: the number of heads.",
@@ -100,8 +100,8 @@ class VisionConfig:
     layer_scale: bool = option(
         False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
     )
-    patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
-    pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
+    patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP: none).")
+    pre_norm: bool = option(False, "Add a norm layer after the patch embedding (CLIP).")
     norm_before_position: bool = option(
         False, "Apply the norm of model.vision.pre_norm before learned positions are added (GLM-4.1V); off: after."
     )
@@ -145,7 +145,7 @@ class AudioConfig:
     num_layers: int = option(0, "Layers of the audio encoder; 0: none.", valid=TOWER)
     hidden_size: int = option(128, "Hidden size of the audio encoder, even.", valid=AT_LEAST_1, needs=AUDIO)
     ffn_hidden_size: int = option(256, "Inner width of the audio encoder's MLP.", valid=AT_LEAST_1, needs=AUDIO)
-    num_attention_heads: int = option(8, "Number of heads; zero heads pad it for TP.", valid=AT_LEAST_1, needs=AUDIO)
+    num_attention_heads: int = option(8, "Heads; zero heads pad it for TP.", valid=AT_LEAST_1, needs=AUDIO)
     mel_bins: int = option(128, "Mel frequencies; 100 frames a second.", valid=AT_LEAST_1, needs=AUDIO)
     chunk_frames: int = option(
         200,
@@ -155,11 +155,9 @@ class AudioConfig:
     )
     conv_channels: int | None = option(
         None,
-        "Channels of three convolutions over time and frequencies, which turn eight frames into a position, and each "
-        "position into a feature (Qwen3-Omni); default: two over time, and features of two positions.",
+        "Channels of three convolutions over time and frequencies, which turn eight frames into a feature "
+        "(Qwen3-Omni); default: two over time, and features of two positions.",
         valid=AT_LEAST_1,
         needs=AUDIO,
     )
-    window_chunks: int = option(
-        1, "Neighbouring chunks whose positions attend to one another.", valid=AT_LEAST_1, needs=AUDIO
-    )
+    window_chunks: int = option(1, "Chunks that attend to one another.", valid=AT_LEAST_1, needs=AUDIO)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,22 +20,15 @@ from megavlm.data.tokenizers import NO_IMAGE
 from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, WITHOUT_VISION, Row, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, SoundBatch, TextBatch
+from megavlm.inputs.sounds import in_turn
 
 if TYPE_CHECKING:
     from megavlm.data.source import Source
 
 
-class Run(NamedTuple):
-    """A run of features: (rows, columns) of a grid of patches, and the time positions at which the grid occurs.
-
-    `pieces` are those of `Film`, if the sound of a video is heard.
-    """
-
-    grid: tuple[int, int]
-    moments: tuple[int, ...]
-    pieces: tuple[int, ...] = ()
-
-
+# A run of features: (rows, columns) of a grid of patches, the time positions at which the grid occurs, and the `pieces`
+# of a `Film`.
+Run = tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]
 Crop = tuple[int, int, int, int]  # token range [start, end) of a picture's features, and their rows and columns
 
 
@@ -299,16 +292,14 @@ def runs_of(sample: Sample) -> list[Run]:
         run
         for image in sample.images
         for run in (
-            [Run(image.grids[0], image.film.moments, image.film.pieces)]
+            [(image.grids[0], image.film.moments, image.film.pieces)]
             if image.film is not None and image.film.moments
-            else [Run(grid, (0,)) for grid in image.grids]
+            else [(grid, (0,), ()) for grid in image.grids]
         )
     ]
 
 
-def mrope_positions(
-    are_features: NDArray[np.bool_], runs: Sequence[Run], *, merge: int, timed: bool = False
-) -> NDArray[np.int64]:
+def mrope_positions(are_features: Mask, runs: Sequence[Run], *, merge: int, timed: bool = False) -> NDArray[np.int64]:
     """Return (time, row, column) of each token of one sequence (M-RoPE; Wang et al. 2024, Qwen2-VL): [S] → [3, S].
 
     Each text token advances all three by one. A still image takes one time position: its feature in row r and column c
@@ -325,29 +316,20 @@ def mrope_positions(
     positions = np.empty((3, len(are_features)), dtype=np.int64)
     starts = np.flatnonzero(are_features)
     place = moment = 0
-    for grid, moments, pieces in (Run(*run) for run in runs):
-        rows, columns = grid[0] // merge, grid[1] // merge
+    for grid, moments, pieces in runs:
+        rows, columns, shared = grid[0] // merge, grid[1] // merge, int(bool(pieces))
         first = int(starts[np.searchsorted(starts, place)])
         positions[:, place:first] = np.arange(moment, moment + first - place)
-        moment += first - place
+        positions[:, first - shared : first] -= 1
+        moment += first - place - shared
         cells = np.indices((len(moments), rows, columns)).reshape(3, -1)
         cells[0] = np.repeat(moments, rows * columns)
         after = int(cells.max()) + 1 if timed else max(rows, columns)
-        if pieces:
-            moment -= 1
-            positions[:, first - 1] -= 1
-            heard = np.tile(np.arange(sum(pieces[1::2])), (3, 1))
-            shown, sounds = (
-                np.split(each, np.cumsum(pieces[start::2])[:-1], axis=1) for start, each in enumerate((cells, heard))
-            )
-            parts = [part for part in chain(*zip(shown, sounds, strict=True)) if part.size]
-            cells, after = np.concatenate(parts, axis=1), int(parts[-1].max()) + 1
-        place = first + cells.shape[1]
-        positions[:, first:place] = moment + cells
+        cells, after = in_turn(cells, pieces) if pieces else (cells, after)
+        place = first + cells.shape[1] + shared
+        positions[:, first : place - shared] = moment + cells
         moment += after
-        if pieces:
-            positions[:, place] = moment
-            place += 1
+        positions[:, place - shared : place] = moment
     positions[:, place:] = np.arange(moment, moment + len(are_features) - place)
     return positions
 

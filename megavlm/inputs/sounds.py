@@ -6,7 +6,7 @@ Legend: n samples of a sound, T mel frames, M mel bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, zip_longest
@@ -96,6 +96,17 @@ def with_sound(video: Layout, sound: Layout, *, turn: int) -> Layout:
         each=(video.prompt.number, sound.prompt.number) * (len(pieces) // 2),
     )
     return replace(video, prompt=prompt, film=replace(video.film, pieces=pieces), frames=sound.frames)
+
+
+def in_turn(shown: NDArray[np.int64], pieces: Sequence[int]) -> tuple[NDArray[np.int64], int]:
+    """Return the positions [3, tokens] of a video and its sound in turns, given the video's, and the first free one.
+
+    Features of the sound have the positions 0, 1, …; the first free one follows those of the last turn.
+    """
+    heard = np.tile(np.arange(sum(pieces[1::2])), (3, 1))
+    parts = (np.split(each, np.cumsum(pieces[at::2])[:-1], axis=1) for at, each in enumerate((shown, heard)))
+    turns = [turn for turn in chain(*zip(*parts, strict=True)) if turn.size]
+    return np.concatenate(turns, axis=1), int(turns[-1].max()) + 1
 
 
 def _turns(times: Iterable[int], turn: int) -> list[int]:

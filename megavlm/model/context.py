@@ -371,13 +371,11 @@ class MicroBatchContext:
         dealt = None if self.batch.context is None else self.batch.context.images
         return features if dealt is None else self.exchanged(features, dealt).index_select(0, dealt.received)
 
-    def exchanged(self, features: Tensor, dealt: DealtImages | None) -> Tensor:
+    def exchanged(self, features: Tensor, dealt: DealtImages) -> Tensor:
         """Return the features [F', 1, H] that this context-parallel rank receives, given those that it has encoded.
 
         Ranks exchange features in an all-to-all; gradients go the opposite way.
         """
-        if dealt is None:
-            return features
         sent, group = features.index_select(0, dealt.sent), self.groups.collection.cp
         received: Tensor = all_to_all(group, sent, list(dealt.received_sizes), list(dealt.sent_sizes))
         return received

@@ -229,8 +229,9 @@ def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
         sounds = None
         if context.config.model.audio.num_layers:
             hidden, heard = hidden.tensor_split([len(hidden) - context.sound_layout.features])
-            dealt = None if context.batch.sounds is None else context.batch.sounds.dealt
-            sounds = merged_sounds(context.batch.sounds, context.exchanged(heard, dealt))
+            if (batch := context.batch.sounds) is not None and batch.dealt is not None:
+                heard = context.exchanged(heard, batch.dealt)
+            sounds = merged_sounds(batch, heard)
         embedded: Tensor = part(text, None if hidden is None else context.of_this_part(hidden), sounds)
     else:
         assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"

@@ -25,7 +25,7 @@ from megavlm.arch.image_tokens import features_of
 from megavlm.checkpoint.hf.hf_files import HfFolder
 from megavlm.config.schema import AudioConfig, DataConfig, DatasetConfig
 from megavlm.data import clips
-from megavlm.data.collate import CollateSpec, Run, collate, mrope_positions
+from megavlm.data.collate import CollateSpec, collate, mrope_positions
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Segment
 from megavlm.families import family_of
@@ -109,7 +109,7 @@ def test_positions_of_sounds_count_as_those_of_text(name: str, frames: tuple[int
         attention_mask=torch.ones_like(given),
         audio_seqlens=torch.tensor(frames),
     )
-    ours = mrope_positions(np.array(tokens) == image, [((4, 6), (0,))], merge=2)
+    ours = mrope_positions(np.array(tokens) == image, [((4, 6), (0,), ())], merge=2)
     assert ours.tolist() == theirs[:, 0].tolist()
 
 
@@ -163,7 +163,7 @@ def test_a_video_and_its_sound_take_turns(groups: int, seconds: float, frames: i
         second_per_grids=torch.tensor([seconds]),
     )
     assert film is not None
-    runs = [Run((4, 6), (0,)), Run((4, 6), film.moments, film.pieces)]
+    runs = [((4, 6), (0,), ()), ((4, 6), film.moments, film.pieces)]
     found = mrope_positions(np.isin(tokens, [image, video]), runs, merge=2, timed=True)
     assert found.tolist() == theirs[:, 0].tolist()
 
@@ -179,7 +179,7 @@ def test_text_follows_the_last_moment_of_a_silent_video() -> None:
         attention_mask=torch.ones_like(given),
         second_per_grids=torch.tensor([1.0]),
     )
-    runs = [Run((4, 6), (0, 25, 50))]
+    runs = [((4, 6), (0, 25, 50), ())]
     assert mrope_positions(np.array(tokens) == video, runs, merge=2, timed=True).tolist() == theirs[:, 0].tolist()
 
 
