@@ -43,7 +43,7 @@ class PatchEmbed(LayerKind):
         pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         rows = pixels + vision.patch_bias + vision.class_token
         rows += learned_positions(vision)
-        return rows * vision.hidden_size + norm_parameters(vision) * vision.pre_norm
+        return rows * vision.hidden_size + norm_parameters(vision) * vision.pre_norm + 2 * pixels * vision.encoder_free
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         vision = model.vision

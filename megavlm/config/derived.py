@@ -237,8 +237,8 @@ def is_latent(language: LanguageConfig) -> bool:
 
 
 def has_vision(model: ModelConfig) -> bool:
-    """Return whether a model has a vision encoder and a projector, and not a language model alone."""
-    return model.vision.num_layers > 0
+    """Return whether a model has a vision encoder or embeds patches, and a projector: no language model alone."""
+    return model.vision.num_layers > 0 or model.vision.encoder_free
 
 
 def tower_merge(vision: VisionConfig) -> int:

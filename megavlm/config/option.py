@@ -105,7 +105,9 @@ DATASETS = Needs(
 )
 EXPERTS = Needs(lambda config: config.model.experts.num_experts > 0, "without experts", "add --num-experts 8")
 VISION = Needs(
-    lambda config: config.model.vision.num_layers > 0, "without a vision encoder", "set model.vision.num_layers"
+    lambda config: config.model.vision.num_layers > 0 or config.model.vision.encoder_free,
+    "without a vision encoder",
+    "set model.vision.num_layers",
 )
 COLOCATED = Needs(
     lambda config: config.placement.encoder == "colocated",

@@ -20,7 +20,7 @@ AUDIO = Needs(
 class VisionConfig:
     """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL.
 
-    Without layers there is no projector either, and all other options of both mean nothing.
+    Without layers there is no projector either, and all other options of both mean nothing, unless it is encoder-free.
     """
 
     num_layers: int = option(4, "Layers of the vision encoder; 0: none, text only.", valid=TOWER)
@@ -90,7 +90,7 @@ class VisionConfig:
     )
     softmax_scale: float | None = option(None, "Factor of attention scores; default: 1/√(head width).", valid=POSITIVE)
     add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
-    add_qkv_bias: bool = option(True, "Add biases to the query, key and value projections.")
+    add_qkv_bias: bool = option(True, "Add biases to queries, keys and values.")
     qk_norm: Literal["none", "head", "head_and_values", "full"] = option(
         "none",
         "RMS normalization of queries and keys: none, per head (also of values, without weights: Gemma 4), or full "
@@ -108,6 +108,7 @@ class VisionConfig:
     post_norm: bool = option(
         True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
     )
+    encoder_free: bool = option(False, "Normalized pixels, embedded, for the projector; no layers (Gemma 4 12B).")
     feature_layer: int = option(
         -1, "Layer whose output the projector receives, from the end: -1 is the last layer, -2 the one before it."
     )

@@ -123,7 +123,7 @@ class VisionLayout:
 class PatchEmbed(nn.Module):
     """Linear patch embedding with class token, learned positions and first norm: [P, D] → [V(/TP), 1, H].
 
-    The norm comes after the positions (CLIP) or before them (GLM-4.1V).
+    The norm comes after the positions (CLIP) or before them (GLM-4.1V). Pixels have a norm, too, if no layers follow.
 
     The output is computed whole on every tensor-parallel rank, then scattered: the scatter's backward gathers, so the
     replicated parameters get equal gradients everywhere and need no reduction.
@@ -143,6 +143,9 @@ class PatchEmbed(nn.Module):
         hidden = vision.hidden_size
         pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.proj = nn.Linear(pixels, hidden, bias=vision.patch_bias, dtype=dtype)
+        self.pixel_norm: nn.Module = nn.Identity()
+        if vision.encoder_free:
+            self.pixel_norm = nn.LayerNorm(pixels, eps=vision.norm_epsilon, dtype=dtype)
         self.class_token = nn.Parameter(torch.empty(hidden, dtype=dtype)) if vision.class_token else None
         self.position = None
         if vision.position_embedding == "axes_rope2d":
@@ -161,7 +164,7 @@ class PatchEmbed(nn.Module):
         if layout.is_blank:
             rows, columns = layout.grids[0]
             patches = weight.new_zeros(rows * columns, weight.shape[1])
-        embedded = F.linear(patches.to(weight.dtype), weight, self.proj.bias)
+        embedded = F.linear(self.pixel_norm(patches.to(weight.dtype)), weight, self.proj.bias)
         if self.vision.norm_before_position:
             embedded = self.norm(embedded)
         tables = {grid: self._positions(grid) for grid in dict.fromkeys(layout.grids)}

@@ -28,8 +28,16 @@ def vision_tower(config: Config) -> Iterator[str]:
     """
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     hidden, heads, layers = vision.hidden_size, vision.num_attention_heads, vision.num_layers
-    if not layers:
+    if not has_vision(config.model):
         return
+    for name, there in (
+        ("num_layers", layers > 0),
+        ("temporal_patch_size", vision.temporal_patch_size > 1),
+        ("window_size", vision.window_size is not None),
+        ("class_token", vision.class_token),
+    ):
+        if vision.encoder_free and there:
+            yield f"model.vision.encoder_free and model.vision.{name} cannot be combined: leave one of them out"
     if hidden % heads:
         yield indivisible("model.vision.hidden_size", hidden, "model.vision.num_attention_heads", heads)
     groups = vision.num_query_groups or heads
@@ -52,7 +60,7 @@ def vision_tower(config: Config) -> Iterator[str]:
             "model.vision.rotary_neighbours goes with 2-D rotary embedding, and not with model.vision."
             "rotary_interleaved: leave it out"
         )
-    if not -layers <= vision.feature_layer <= -1:
+    if not -max(layers, 1) <= vision.feature_layer <= -1:
         yield (
             f"model.vision.feature_layer {vision.feature_layer} must be between -1 (the last layer) and {-layers} (the "
             f"first of model.vision.num_layers {layers})"

@@ -74,6 +74,11 @@ GEMMA4 = (
     "--projector-kind linear --set model.projector.merge=standardized_average model.projector.input_norm=true "
     "model.projector.normalization=UnitRMSNorm"
 )
+ENCODER_FREE = (
+    "--set model.vision.num_layers=0 model.vision.encoder_free=true model.vision.patch_size=16 "
+    "model.vision.position_embedding=axes_rope2d model.vision.axis_positions=16 model.vision.pre_norm=true "
+    "model.vision.norm_before_position=true"
+)
 COHERE = (
     "--set model.language.parallel_block=true model.language.normalization=LayerNorm model.language.logit_scale=0.3 "
     "model.language.rotary_interleaved=true model.language.no_rope_layers=[3] --projector-kind swiglu"
@@ -107,6 +112,7 @@ CASES = {
     "gemma4": (1, GEMMA4),
     "tp2-gemma4-bf16": (2, f"--tp 2 {GEMMA4} --precision bf16"),
     "tp4-exaone4.5-bf16": (4, f"--tp 4 {EXAONE} --precision bf16"),
+    "encoder-free": (1, ENCODER_FREE),
     "cohere": (1, COHERE),
     "tp2-cohere-bf16": (2, f"--tp 2 {COHERE} --precision bf16"),
     "audio": (1, AUDIO),

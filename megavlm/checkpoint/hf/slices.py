@@ -79,7 +79,8 @@ def _rows(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
     rows = _rows_of(folder, rule, pair, real)
     values = folder.read(pair.hf_name, rows)
     if isinstance(rule, Transpose):
-        return values.T[pair.hf_rows].contiguous()
+        values = values.unflatten(0, (-1, rule.columns)) if rule.columns else values
+        return values.transpose(0, 1).reshape(real)[pair.hf_rows]
     if isinstance(rule, TransposeEach):
         return values.mT.contiguous()
     if isinstance(rule, ChannelsLast):
@@ -113,4 +114,6 @@ def pieces_of(rule: Rule, values: Tensor, start: int, shape: Shape) -> Iterator[
         rows = values[pair.rows]
         if isinstance(rule, ChannelsLast):
             rows = rows.unflatten(1, (rule.channels, -1)).mT.flatten(1)
-        yield pair.hf_name, pair.hf_rows, rows.mT if isinstance(rule, (Transpose, TransposeEach)) else rows
+        if isinstance(rule, Transpose):
+            rows = (rows.unflatten(0, (rule.columns, -1)) if rule.columns else rows).transpose(0, 1)
+        yield pair.hf_name, pair.hf_rows, rows.mT if isinstance(rule, TransposeEach) else rows

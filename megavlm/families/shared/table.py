@@ -87,10 +87,14 @@ class Rename(_OneTensor):
 
 @dataclass(frozen=True)
 class Transpose(_OneTensor):
-    """Rule for a matrix that the file stores transposed (Gemma's projector). It is read and written in one piece."""
+    """Rule for a tensor whose first two dimensions the file has in the other order (Gemma's projector). It is read and
+    written in one piece. A vector is such a tensor of `columns` columns, row after row, in the file (Gemma 4's pixels).
+    """
+
+    columns: int = 0
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
-        return {self.hf_name: (shape[1], shape[0])}
+        return {self.hf_name: shape if self.columns else (shape[1], shape[0], *shape[2:])}
 
 
 @dataclass(frozen=True)
