@@ -14,7 +14,7 @@ from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, 
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.experts import gemma_experts
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.inputs import Batch, Given
+from megavlm.families.shared.inputs import Batch, Given, feature_kinds
 from megavlm.families.shared.language import language_table, types_of_layers
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import ChannelsLast, Concat, Rename, Table, linear
@@ -22,10 +22,11 @@ from megavlm.families.shared.vision import blocks, norms, qkv
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
-from megavlm.inputs.reader import Json, ProcessorReader, require_model_value
+from megavlm.inputs.reader import Json, ProcessorReader, VideoReader, require_model_value
 from megavlm.inputs.resize import Pixels, Size
+from megavlm.inputs.video import Budget, Clip, VideoProcessor, first_of_parts, taken
 
-IMAGE, START, END = "<|image|>", "<|image>", "<image|>"
+IMAGE, VIDEO, START, END = "<|image|>", "<|video|>", "<|image>", "<image|>"
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -52,6 +53,7 @@ def config(settings: Settings) -> ModelConfig:
         language=language(settings.section("text_config"), tied=settings.get("tie_word_embeddings", True)),
         experts=gemma_experts(settings.section("text_config")),
         image_token=settings.get("image_token_id", 258880),
+        video_token=settings.get("video_token_id", 258884),
     )
 
 
@@ -181,7 +183,8 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: Batch, model: ModelConfig) -> Given:
-    """Return tokens, token types (1: image), and each image's pixels from 0 to 1 with the columns and rows of patches.
+    """Return tokens, token types (1: image, 2: video), and the pixels of images and of frames, from 0 to 1, with the
+    columns and rows of patches.
 
     A pixel has its channels last. Images are padded to one number of patches, at columns and rows −1.
     """
@@ -192,16 +195,21 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
     tokens, grids = batch.text.tokens, batch.image_sizes.grids
     if batch.images is None or not grids:
         return {"input_ids": tokens}
+    kinds, kind_of_grid = feature_kinds(batch, model)
+    given = {"input_ids": tokens, "mm_token_type_ids": kinds}
     patches = batch.images.patches.unflatten(1, (model.vision.in_channels, -1)).mT.flatten(1)
-    pixels = pad_sequence([*(patches / 2 + 0.5).split([rows * columns for rows, columns in grids])], batch_first=True)
+    if not model.vision.encoder_free:  # whose pixels are from 0 to 1 here, too
+        patches = patches / 2 + 0.5
+    pixels = pad_sequence([*patches.split([rows * columns for rows, columns in grids])], batch_first=True)
     places = [torch.cartesian_prod(*map(torch.arange, grid)).view(-1, 2).flip(1) for grid in grids]
-    padded = [pad(place, (0, 0, 0, pixels.shape[1] - len(place)), value=-1) for place in places]
-    return {
-        "input_ids": tokens,
-        "mm_token_type_ids": tokens.eq(model.image_token or 0).int(),
-        "pixel_values": pixels,
-        "image_position_ids": torch.stack(padded).to(tokens.device),
-    }
+    padded = torch.stack([pad(place, (0, 0, 0, pixels.shape[1] - len(place)), value=-1) for place in places])
+    for kind, name, of_places in ((1, "pixel_values", "image"), (2, "pixel_values_videos", "video")):
+        chosen = kind_of_grid == kind
+        if chosen.any():
+            given |= {name: pixels[chosen], f"{of_places}_position_ids": padded.to(tokens.device)[chosen]}
+            if kind == 2:  # as if each frame were a video
+                given["num_frames_per_video"] = torch.ones_like(kind_of_grid[chosen])
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,32 +232,83 @@ class Budgeted(Processor):
         return [self._resize(pixels, *self._resized((pixels.shape[0], pixels.shape[1])))]
 
     def _resized(self, size: Size) -> Size:
-        """Return the resized (height, width): both sides rounded down to whole features, but a side of none to one.
+        return budgeted(size, self.most, self.patch_size * self.projector.pixel_shuffle)
 
-        Raises BadSample if both sides have none.
-        """
-        (height, width), unit = size, self.patch_size * self.projector.pixel_shuffle
-        factor = math.sqrt(self.most * unit**2 / (height * width))
-        rows, columns = (math.floor(factor * side / unit) for side in size)
-        if not rows and not columns:
-            raise BadSample(Reason.TOO_NARROW, f"{height}×{width} pixels would shrink to nothing")
-        if not rows:
-            rows, columns = 1, min(width // height, self.most)
-        elif not columns:
-            rows, columns = min(height // width, self.most), 1
-        return rows * unit, columns * unit
+
+def budgeted(size: Size, most: int, unit: int) -> Size:
+    """Return the resized (height, width) of at most `most` features of `unit` pixels a side: both sides are rounded
+    down to whole features, but a side of none to one.
+
+    Raises BadSample if both sides have none.
+    """
+    height, width = size
+    factor = math.sqrt(most * unit**2 / (height * width))
+    rows, columns = (math.floor(factor * side / unit) for side in size)
+    if not rows and not columns:
+        raise BadSample(Reason.TOO_NARROW, f"{height}×{width} pixels would shrink to nothing")
+    if not rows:
+        rows, columns = 1, min(width // height, most)
+    elif not columns:
+        rows, columns = min(height // width, most), 1
+    return rows * unit, columns * unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedFrames(VideoProcessor):
+    """Resizes frames like images, to fewer features, and writes minutes and seconds before each frame."""
+
+    most: int
+    number: int  # the video token
+
+    def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
+        return taken(clip, budget, first_of_parts)
+
+    def frame_size(self, size: Size, frames: int, budget: Budget) -> Size:
+        most = self.most if budget.max_tokens is None else min(self.most, max(budget.max_tokens // frames, 1))
+        return budgeted(size, most, self.patch_size * self.projector.pixel_shuffle)
+
+    def most_groups(self, tokens: int) -> int:
+        return tokens // self.most
+
+    def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
+        seconds = [int(clip.seconds(number)) for number in numbers]
+        marks = [f"{second // 60:02d}:{second % 60:02d} {START}" for second in seconds]
+        texts = (marks[0], *(f"{END} {mark}" for mark in marks[1:]), END)
+        return Prompt(self.text, texts, (tokens,) * len(numbers), self.number)
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the image processor. The model itself maps pixels from [0, 1] to [−1, 1], after any normalization."""
+    """Return the image processor."""
+    positions = model.vision.axis_positions
+    return Budgeted(**_fields(options, model, shared), positions=positions, placeholder=IMAGE, image_token=IMAGE)
+
+
+def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor | None:
+    """Return the video processor; None for a model without a video token."""
+    if model.video_token is None:
+        return None
+    return BudgetedFrames(**_fields(options, model, shared), text=VIDEO, number=model.video_token)
+
+
+def _fields(options: Json, model: ModelConfig, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of both processors. A tower maps pixels from [0, 1] to [−1, 1], after any normalization.
+
+    Raises UserError if patches and features are not the model's.
+    """
+    side, most = options["pooling_kernel_size"], {"most": options["max_soft_tokens"]}
+    if model.vision.encoder_free:
+        require_model_value({"patch_size": options["patch_size"] * side}, "patch_size", model.vision.patch_size)
+        return shared | most
     require_model_value(options, "patch_size", model.vision.patch_size)
     require_model_value(options, "pooling_kernel_size", model.projector.pixel_shuffle)
     mean = tuple(mean + std / 2 for mean, std in zip(shared["mean"], shared["std"], strict=True))
-    shared |= {"mean": mean, "std": tuple(std / 2 for std in shared["std"])}
-    most, positions = options["max_soft_tokens"], model.vision.axis_positions
-    return Budgeted(most=most, positions=positions, placeholder=IMAGE, image_token=IMAGE, **shared)
+    return {**shared, **most, "mean": mean, "std": tuple(std / 2 for std in shared["std"])}
 
 
+PIXELS: dict[str, Any] = {
+    **{"resample": 3, "image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0), "do_normalize": False},
+    **{"patch_size": 16, "pooling_kernel_size": 3},
+}
 CHAT = NamedTemplate(
     "gemma4",
     """\
@@ -268,14 +327,14 @@ FAMILY = Family(
     inputs=inputs,
     name_prefixes=(NamePrefixes("model.vision_tower.", "model.embed_vision.", "model.language_model."),),
     image_processors=(
-        ProcessorReader(
-            ("Gemma4",),
-            {
-                **{"resample": 3, "image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0), "do_normalize": False},
-                **{"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 280},
-            },
-            build_processor,
-        ),
+        ProcessorReader(("Gemma4", "Gemma4Unified"), {**PIXELS, "max_soft_tokens": 280}, build_processor),
+    ),
+    videos=VideoReader(
+        ("Gemma4", "Gemma4Unified"),
+        ("gemma4", "gemma4_unified"),
+        {**PIXELS, "max_soft_tokens": 70, "num_frames": 32},
+        Budget(min_frames=1),
+        build_video,
     ),
     image_text=IMAGE,
     chat_template=CHAT,

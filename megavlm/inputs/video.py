@@ -107,6 +107,11 @@ def from_the_first(count: int, frames: int) -> list[int]:
     return _spaced(0.0, count, frames)
 
 
+def first_of_parts(count: int, frames: int) -> list[int]:
+    """Divide `count` frames into `frames` equal parts and return the first frame of each part, by whole numbers."""
+    return [number * count // frames for number in range(frames)]
+
+
 def in_the_middle(count: int, frames: int) -> list[int]:
     """Divide `count` frames into `frames` equal parts and return the middle frame of each part."""
     return _spaced(count / frames / 2, count, frames)

@@ -183,7 +183,7 @@ class MicroBatchContext:
         if not attends_both_ways(model.language):
             return None
         assert model.image_token is not None, "refused by the configuration rules"
-        return image_runs(self.batch.row_tokens, model.image_token, self._run_lengths)
+        return image_runs(self.batch.row_tokens, model.image_token, self._run_lengths, model.video_token)
 
     @cached_property
     def _run_lengths(self) -> list[int]:

@@ -36,11 +36,11 @@ class MaskedSpan:
     mask: Tensor  # [queries, keys], 0 or −∞
 
 
-def image_runs(tokens: Tensor, image_token: int, features: Sequence[int]) -> Tensor:
+def image_runs(tokens: Tensor, image_token: int, features: Sequence[int], video_token: int | None = None) -> Tensor:
     """Return for each token the number of its run of image tokens, [T] int64; 0 for text.
 
-    A run consists of consecutive tokens of one image. Transformers joins images with no token between them to one run,
-    but the processors of these models never write adjacent images.
+    A run consists of consecutive tokens of one image, or of one frame of a video. Transformers joins images with no
+    token between them to one run, but the processors of these models never write adjacent images.
 
     Args:
         tokens: [B, S], rows one after the other.
@@ -48,6 +48,8 @@ def image_runs(tokens: Tensor, image_token: int, features: Sequence[int]) -> Ten
     """
     flat = tokens.flatten()
     is_image = flat == image_token
+    if video_token is not None:
+        is_image |= flat == video_token
     ends = torch.tensor(features, dtype=torch.int64).cumsum(0).to(flat.device, non_blocking=True)
     image = torch.where(is_image, torch.bucketize(is_image.cumsum(0) - 1, ends, right=True), -1)
     starts = is_image & (image != F.pad(image, (1, 0), value=-1)[:-1])

@@ -173,15 +173,24 @@ def test_a_run_in_fp8_differs_from_bf16_and_learns(pools: Pools, tmp_path: Path)
     assert low[-1]["loss"] == pytest.approx(high[-1]["loss"], rel=0.01)
 
 
+MIXTURE = "--num-experts 4 --set model.experts.ffn_hidden_size=32 --moe-aux-loss-coeff 0.1"
+# Layers of two kinds of heads, with experts beside an MLP.
+GEMMA4 = (
+    f"{MIXTURE} --set model.experts.own_norms=true model.experts.shared_ffn_hidden_size=64 "
+    "model.language.window_size=7 model.language.full_attention_layers=[1,4] model.language.kv_channels=16 "
+    "model.language.global_kv_channels=32 model.language.global_query_groups=2 model.language.keys_as_values=true "
+    "model.language.value_norm=true model.language.layer_scalar=true model.language.qk_norm=true "
+    "model.language.post_norms=true model.language.activation=geglu"
+)
+
+
 @pytest.mark.slow
-def test_experts_in_fp8_differ_by_its_rounding_alone(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixture", [f"{MIXTURE} --recompute-granularity full", GEMMA4], ids=["experts", "gemma4"])
+def test_experts_in_fp8_differ_by_its_rounding_alone(pools: Pools, tmp_path: Path, mixture: str) -> None:
     """From bf16, and among layouts, whose ranks join other rows before they are scaled."""
-    mixture = (
-        "--num-experts 4 --set model.experts.ffn_hidden_size=32 --moe-aux-loss-coeff 0.1 --recompute-granularity full"
-    ).split()
     runs = {"high": (1, "--fp8 none"), "low": (1, "--fp8 hybrid"), "spread": (2, "--fp8 hybrid --ep 2")}
     for name, (world, flags) in runs.items():
-        pools(world).run(train, [*BF16, *mixture, *flags.split()], str(tmp_path / name))
+        pools(world).run(train, [*BF16, *mixture.split(), *flags.split()], str(tmp_path / name))
     high, low, spread = (metrics(tmp_path / name) for name in runs)
     assert [record["loss"] for record in low] != [record["loss"] for record in high]
     assert [record["loss"] for record in low] == pytest.approx([record["loss"] for record in high], rel=0.01)

@@ -26,7 +26,7 @@ UNLIKE = (
 )
 COLOCATED = ("qwen3-vl", "llava-onevision", "qwen2.5-vl-videos")
 FAST = {
-    *((family, "tp2-pp2-vpp2") for family in (*UNLIKE, "omni", "omni3-moe")),
+    *((family, "tp2-pp2-vpp2") for family in (*UNLIKE, "omni", "omni3-moe", "gemma4-unified")),
     *((family, "colocated") for family in COLOCATED),
     *(("text-qwen3", layout) for layout in ("tp2-pp2-vpp2", "cp2")),
     ("qwen3-vl-moe", "tp2-ep2"),

@@ -7,6 +7,7 @@ its own decoder, sampling and video processor.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,12 @@ WAYS = {
 MINICPM = {"video_processor_type": "MiniCPMV4_6VideoProcessor", "scale_resolution": 60, "patch_size": 4}
 SLICED = ("minicpmv-4.6", "minicpmv-4.7")
 WAYS |= dict.fromkeys(SLICED, Way({**MINICPM, "max_slice_nums": 4}, ((12, 16),) * 5 * 3, fps=1.0))
+# As many frames as the folder says, whatever is asked for, of at most 70 features of 12 × 12 pixels.
+GEMMA = ("gemma4", "gemma4-unified")
+for name, grid in zip(GEMMA, ((21, 27), (7, 9)), strict=True):
+    kind = "Gemma4Unified" if "unified" in name else "Gemma4"
+    options = {"video_processor_type": f"{kind}VideoProcessor", "patch_size": 4, "num_frames": 2}
+    WAYS[name] = Way(options, (grid,) * 2, fps=math.inf)
 WAYS["glm4v-moe"] = WAYS["glm-ocr"] = WAYS["glm4v"]  # mixtures of experts see as the models without do
 WAYS["qwen3-vl-moe"] = WAYS["cosmos3"] = WAYS["qwen3-vl"]
 
@@ -231,7 +238,16 @@ def test_slices_of_frames_have_the_pixels_and_positions_of_transformers(name: st
         assert ours.batch.text.positions[:, 0, : len(ours.sample)].tolist() == positions[:, 0].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if not name.startswith((*PAIRED, *SLICED))])
+@pytest.mark.parametrize("name", GEMMA)
+def test_padded_frames_have_the_pixels_of_transformers(name: str, seen: dict[str, Seen]) -> None:
+    ours = seen[name]
+    assert ours.batch.images is not None
+    mine = ours.batch.images.patches.unflatten(1, (3, -1)).mT.flatten(1).unflatten(0, (2, -1))
+    theirs = ours.inputs["pixel_values_videos"][:, : mine.shape[1]]
+    torch.testing.assert_close(mine if "unified" in name else mine / 2 + 0.5, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if not name.startswith((*PAIRED, *SLICED, *GEMMA))])
 def test_frames_have_the_pixels_of_transformers(name: str, seen: dict[str, Seen]) -> None:
     ours, inputs = seen[name], seen[name].inputs
     frames = inputs["pixel_values_videos" if "pixel_values_videos" in inputs else "pixel_values"].flatten(0, -4)

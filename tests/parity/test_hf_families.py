@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
         f"{name}-videos": (partial(tiny, name), images_of(name, VIDEOS))
         for name in (
             *("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "cosmos3"),
-            *("exaone4.5", "minicpmv-4.6", "minicpmv-4.7"),
+            *("exaone4.5", "minicpmv-4.6", "minicpmv-4.7", "gemma4", "gemma4-unified"),
         )
     },
     # Without the merger inside the tower: a feature has 8 × 8 pixels.
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
 LATER = ("minicpmv-4.6", "aya-cohere", "cohere2-vision", "text-llama", "text-qwen3-moe")
 FAST = (
     *(name for name in MODELS if name not in LATER),
-    *("llava-onevision-videos", "qwen2.5-vl-videos", "qwen3-vl-videos", "gemma3-two-tokens"),
+    *("llava-onevision-videos", "qwen2.5-vl-videos", "qwen3-vl-videos", "gemma4-videos", "gemma3-two-tokens"),
 )
 TRAINED = ("llava-tied", "qwen3.5-moe", "glm4v-moe", "text-qwen3")
 
@@ -296,6 +296,7 @@ def test_the_balance_loss_is_transformers_where_one_layer_has_experts(single: Si
 # What no feature comes from: pooling heads, the last layer of CLIP and the norm of its class token.
 IDLE = {
     "qwen2_5_omni": 7_168,  # embeddings of tokens around sounds
+    "gemma4_unified": 2_457_600,  # the embedder of sounds
     "gemma3": 15_238_352,
     "llava": 12_598_272,
     "llava_next": 12_598_272,
@@ -310,6 +311,7 @@ KNOWN = {
     "glm_4_5v": "107.7",
     "qwen3_omni_30b_a3b": "31719205488",
     "lighton_ocr_1b": "1.006",
+    "gemma4_12b": "11.95973",
 }
 
 

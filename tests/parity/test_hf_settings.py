@@ -367,7 +367,7 @@ READERS = {reader.classes[0]: reader for reader in VIDEO_READERS.values() if rea
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 def test_an_option_of_a_video_processor_likewise(reader: VideoReader) -> None:
     vision = VisionConfig(patch_size=16, temporal_patch_size=2)
-    side = 4 if "downsample_mode" in reader.defaults else 2  # MiniCPM-V's merges twice
+    side = 4 if "downsample_mode" in reader.defaults else reader.defaults.get("pooling_kernel_size", 2)
     model = ModelConfig(vision=vision, projector=ProjectorConfig(pixel_shuffle=side), video_token=9)
     film = Clip(60, 90, tuple(number / 10 for number in range(20)), 10.0)
 

@@ -191,7 +191,8 @@ def their_patches(case: Case, pixels: Any, index: int, grids: list[tuple[int, in
         assert torch.equal(blocks[..., 0, :], blocks[..., 1, :])
         return [blocks[..., 0, :].permute(0, 2, 1, 3, 4, 5).reshape(rows * columns, 3 * patch * patch)]
     if "image_position_ids" in pixels:  # pixels from 0 to 1, their channels last
-        of_image = 2 * torch.from_numpy(pixels["pixel_values"])[index][: math.prod(grids[0])] - 1
+        of_image = torch.as_tensor(pixels["pixel_values"])[index][: math.prod(grids[0])]
+        of_image = of_image if case.model.vision.encoder_free else 2 * of_image - 1
         return [of_image.unflatten(1, (-1, 3)).mT.flatten(1)]
     if "target_sizes" in pixels:
         lengths = torch.as_tensor(np.array(pixels["target_sizes"])).prod(1).tolist()

@@ -125,7 +125,8 @@ def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, s
                 tokens += [words.pop(), words.pop()] + [image_token] * next(counts)
             else:
                 assert model.video_token is not None
-                apart = model.language.mrope_interleaved  # as Qwen3-VL's, each of which has its time before it
+                # As Qwen3-VL's and Gemma 4's, each of which has its time before it.
+                apart = model.language.mrope_interleaved or model.language.bidirectional_windows
                 tokens.append(words.pop())
                 for place, _ in enumerate(each.grids):
                     tokens += [words.pop()] * (apart or not place) + [model.video_token] * next(counts)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
+import torch
 import transformers
 from numpy.typing import NDArray
 from PIL import Image
@@ -123,7 +124,7 @@ def functions_of(file: str) -> dict[str, Any]:
     """Return the functions of a module of Transformers that asks for torchvision."""
     tree = ast.parse((Path(transformers.__file__).with_name("models") / file).read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    found: dict[str, Any] = {"np": np, "math": math, "lru_cache": lru_cache}
+    found: dict[str, Any] = {"np": np, "math": math, "lru_cache": lru_cache, "torch": torch}
     exec(compile(tree, file, "exec"), found)
     return found
 
@@ -135,6 +136,23 @@ class Cohere2VisionImageProcessorPil(GotOcr2ImageProcessorPil):
         found = functions_of("cohere2_vision/image_processing_cohere2_vision.py")
         with patch.object(got_ocr2, "get_optimal_tiled_canvas", found["get_optimal_tiled_canvas"]):
             return super().crop_image_to_patches(*args, **options)
+
+
+class Gemma4UnifiedImageProcessorPil(Gemma4ImageProcessorPil):
+    """The processor of Gemma 4 12B without torchvision: Gemma 4's, whose patches its own function merges."""
+
+    def _preprocess(self, *args: Any, **options: Any) -> Any:
+        merge = functions_of("gemma4_unified/image_processing_gemma4_unified.py")["patches_merge"]
+        found = super()._preprocess(*args, **options)
+        counts, padded = found["num_soft_tokens_per_image"], (found["pixel_values"], found["image_position_ids"])
+        pixels, places = list[Any](), list[Any]()
+        for number, count in enumerate(map(int, counts)):
+            whole = (torch.as_tensor(each[number][: 9 * count])[None] for each in padded)
+            for held, (values,) in zip((pixels, places), merge(*whole, count), strict=True):
+                held.append(values)
+        found["pixel_values"] = torch.nn.utils.rnn.pad_sequence(pixels, batch_first=True)
+        found["image_position_ids"] = torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)
+        return found
 
 
 class Kimi_K25ImageProcessorPil(PaddleOCRVLImageProcessorPil):
@@ -176,6 +194,19 @@ def minicpm(kind: Any) -> Whole:
         model_of(4, merge=4),
         marks=SLICED,
     )
+
+
+GEMMA4 = {
+    **{"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>"},
+    **{"audio_token": "<|audio|>", "eoa_token": "<audio|>"},
+}
+
+
+def gemma4(kind: Any, image_processor: Any, model: ModelConfig) -> Whole:
+    """Pictures of up to 70 features of 12 × 12 pixels. Whole processors ask for an extractor of sounds, too."""
+    attributes = {**GEMMA4, "video_processor": None, "feature_extractor": None}
+    options = {"feature_extractor": transformers.SequenceFeatureExtractor(1, 16000, 0.0)}
+    return Whole(kind, image_processor, TEMPLATES["gemma4"], "gemma4", attributes, model, options, marks=GEMMA4)
 
 
 PIXELS = {"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}
@@ -296,17 +327,13 @@ CASES = {
         },
         model_of(7, merge=4),
     ),
-    "gemma4": Whole(
-        transformers.Gemma4Processor,
-        Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70),
-        TEMPLATES["gemma4"],
-        "gemma4",
-        {
-            **{"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>"},
-            **{"audio_token": "<|audio|>", "eoa_token": "<audio|>", "video_processor": None, "feature_extractor": None},
-        },
-        model_of(4, merge=3),
-        marks={"image_token": "<|image|>"},
+    "gemma4": gemma4(
+        transformers.Gemma4Processor, Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70), model_of(4, merge=3)
+    ),
+    "gemma4-unified": gemma4(
+        transformers.Gemma4UnifiedProcessor,
+        Gemma4UnifiedImageProcessorPil(patch_size=4, max_soft_tokens=70),
+        ModelConfig(vision=VisionConfig(patch_size=12, encoder_free=True)),
     ),
     "glm4v": Whole(
         transformers.Glm4vProcessor,

@@ -14,6 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megavlm.families.gemma4_unified import FAMILY as GEMMA4_UNIFIED
+
 TEXT: dict[str, Any] = {
     **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 59, "bos_token_id": 1},
@@ -166,6 +168,10 @@ GEMMA4_TOWER = {
     **{"num_key_value_heads": 3, "patch_size": 4, "position_embedding_size": 12, "standardize": True},
     "rms_norm_eps": 1e-3,
 }
+# A patch has 12 × 12 pixels.
+GEMMA4_EMBEDDER = {
+    **{"mm_embed_dim": 40, "output_proj_dims": 40, "patch_size": 4, "mm_posemb_size": 5, "rms_norm_eps": 1e-3},
+}
 GLM_OCR_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "rms_norm_eps": 1e-3}
 # Positions of six by six patches; the merger follows the second of four layers.
 MINICPM_TOWER = {**TOWER, "image_size": 24, "patch_size": 4, "num_hidden_layers": 4, "layer_norm_eps": 1e-4}
@@ -264,7 +270,8 @@ MODELS: dict[str, dict[str, Any]] = {
         boi_token_index=58,
         eoi_token_index=59,
     ),
-    "gemma4": _of("gemma4", GEMMA4_TOWER, GEMMA4, audio_config=None, image_token_id=60),
+    "gemma4": _of("gemma4", GEMMA4_TOWER, GEMMA4, audio_config=None, **MARKS),
+    "gemma4-unified": _of("gemma4_unified", GEMMA4_EMBEDDER, GEMMA4, audio_config={"audio_embed_dim": 20}, **MARKS),
     "paligemma": _of(
         "paligemma", {**SIGLIP, "vision_use_head": False}, GEMMA2, image_token_index=60, projection_dim=32
     ),
@@ -415,9 +422,11 @@ def tiny(name: str, **options: Any) -> Any:
 
 
 def scaled(model: Any) -> Any:
-    """Return the model; logits of Cohere's have their factor, as in its text models."""
+    """Return the model; logits of Cohere's have their factor, as in its text models, Gemma 4's the masks of answers."""
     if scale := getattr(model.config.get_text_config(), "logit_scale", None):
         model.lm_head.register_forward_hook(lambda head, given, logits: logits * scale)
+    if model.config.model_type == "gemma4_unified":
+        GEMMA4_UNIFIED.complete(model)
     return model
 
 
@@ -469,6 +478,7 @@ VIDEOS: dict[str, Any] = {
         ("qwen", "cosmos3", "exaone"),
         ([[(4, 24, 40), (8, 8)], [(3, 16, 32)]], [[(16, 16)], []], [[(16, 16)], [(2, 8, 8), (2, 8, 8)]]),
     ),
+    "gemma4": ([[(2, 24, 36), (36, 12)], [(3, 12, 24)]], [[(12, 12)], []]),
     "llava-onevision": (
         *([[(2, 20, 33)], [(12, 12), (2, 9, 30)]], [[(3, 40, 14), (3, 12, 12)], []], [[(20, 33)], [(1, 12, 12)]]),
     ),

@@ -72,7 +72,8 @@ def inputs_of(task: Task) -> dict[str, Any]:
     frames, metadata = load_video(task.clip, backend="pyav", sample_indices_fn=sample)
     text = processor.apply_chat_template(task.messages, tokenize=False)
     made = processor(
-        text=[text], videos=[frames], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
+        **{"text": [text], "videos": [frames], "video_metadata": [metadata], "do_sample_frames": False},
+        **{"add_special_tokens": not text.startswith("<bos>"), "return_tensors": "pt"},
     )
     clips = [VideoMetadata(count, fps=rate, duration=count / rate) for count, rate in task.lengths]
     taken = [[int(number) for number in sample(metadata=clip)] for clip in clips]

@@ -39,7 +39,7 @@ _SETTINGS: dict[str, Expected] = {
         _WIDTH,
         "hidden_size intermediate_size out_hidden_size projection_dim embed_dim moe_intermediate_size "
         "shared_expert_intermediate_size alignment_intermediate_size kv_lora_rank q_lora_rank projection_hidden_size "
-        "mm_hidden_size d_model encoder_ffn_dim output_dim",
+        "mm_hidden_size d_model encoder_ffn_dim output_dim mm_embed_dim output_proj_dims",
     ),
     **_each(
         _HEADS,
@@ -51,7 +51,7 @@ _SETTINGS: dict[str, Expected] = {
         "head_dim linear_key_head_dim linear_value_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim "
         "global_head_dim",
     ),
-    **_each(whole(1, 2**24), "vocab_size num_position_embeddings position_embedding_size"),
+    **_each(whole(1, 2**24), "vocab_size num_position_embeddings position_embedding_size mm_posemb_size"),
     **_each(whole(1, 2**31 - 1), "max_position_embeddings sliding_window"),
     **_each(
         FLAG,

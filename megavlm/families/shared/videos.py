@@ -17,7 +17,15 @@ from megavlm.families.shared.qwen_vl import native_bounds
 from megavlm.inputs.layout import Prompt
 from megavlm.inputs.reader import CLIP_PIXELS, Json, VideoReader, require_model_value, sides
 from megavlm.inputs.resize import Pixels, Size, at_least, resize_as_torchvision, smart_resize
-from megavlm.inputs.video import Budget, Clip, VideoProcessor, from_first_to_last, from_the_first, taken
+from megavlm.inputs.video import (
+    Budget,
+    Clip,
+    VideoProcessor,
+    first_of_parts,
+    from_first_to_last,
+    from_the_first,
+    taken,
+)
 
 TEXT = "<|video_pad|>"
 _ABOVE_LEAST = 1.05  # a token budget shrinks frames to this multiple of their minimum area, and no further
@@ -159,8 +167,8 @@ class Frames(VideoProcessor):
             )
 
     def places(self, count: int, frames: int) -> list[int]:
-        """Return the numbers of `frames` of `count` frames: the first frame of each of `frames` equal parts."""
-        return [number * count // frames for number in range(frames)]
+        """Return the numbers of `frames` of `count` frames."""
+        return first_of_parts(count, frames)
 
     def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
         return taken(clip, budget, self.places)

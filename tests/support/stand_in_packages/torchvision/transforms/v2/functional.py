@@ -10,10 +10,11 @@ __all__ = ["InterpolationMode", "grayscale_to_rgb", "normalize", "resize"]
 
 
 def resize(
-    image: torch.Tensor, size: Sequence[int], interpolation: InterpolationMode, antialias: bool = True
+    image: torch.Tensor, size: Sequence[int], interpolation: InterpolationMode | int, antialias: bool = True
 ) -> torch.Tensor:
-    """Return the resized uint8 image; an image that has the size already is returned unchanged."""
+    """Return the resized uint8 image, unchanged if it has the size already. A number of a filter is Pillow's."""
     assert image.dtype == torch.uint8
+    interpolation = InterpolationMode.BICUBIC if interpolation == 3 else interpolation
     assert interpolation in (InterpolationMode.BICUBIC, InterpolationMode.LANCZOS)
     if tuple(image.shape[-2:]) == tuple(size):
         return image
