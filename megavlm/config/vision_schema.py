@@ -83,7 +83,7 @@ class VisionConfig:
     rotary_neighbours: bool = option(
         False, "2-D rotary embedding: rotate neighbouring channels, by column and row in turn (MoonViT); off: halves."
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of norm layers.")
     norm_epsilon: float = option(1e-5, "Epsilon of the encoder's norm layers.", valid=POSITIVE)
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu", "geglu"] = option(
         "gelu", "Activation function of the vision MLP."
@@ -108,7 +108,7 @@ class VisionConfig:
     post_norm: bool = option(
         True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
     )
-    encoder_free: bool = option(False, "Normalized pixels, embedded, for the projector; no layers (Gemma 4 12B).")
+    encoder_free: bool = option(False, "No layers; embedded pixels, normalized.")
     feature_layer: int = option(
         -1, "Layer whose output the projector receives, from the end: -1 is the last layer, -2 the one before it."
     )
