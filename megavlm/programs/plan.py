@@ -13,7 +13,6 @@ from pathlib import Path
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.configuration import with_model
 from megavlm.command_line.parsing import parse
-from megavlm.config.derived import has_vision
 from megavlm.config.messages import plain, several
 from megavlm.config.schema import Config, DataConfig
 from megavlm.errors import UserError
@@ -156,7 +155,8 @@ def configuration(options: argparse.Namespace) -> Config:
         config = with_model(config, weights=False)
     except UserError as error:
         raise UserError(str(error).replace("--init-from", "--hf") if options.hf else str(error)) from None
-    if options.images is not None and not has_vision(config.model):
+    vision = config.model.vision
+    if options.images is not None and not (vision.num_layers or vision.encoder_free):
         raise UserError(f"--images {plain(options.images)}: this model has no vision encoder: leave --images out")
     if options.images is not None:
         count, side = _images(options.images, config.model.vision.patch_size * config.model.projector.pixel_shuffle)
