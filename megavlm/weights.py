@@ -31,6 +31,7 @@ from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
 from megavlm.families.shared.table import Stack
 from megavlm.optim.master_weights import entries_of, held_layouts
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.parallel.shards import local_part
 
 _ALIGNED = 16  # bytes: each tensor of a bucket begins at a multiple, so that it can be read in its type
@@ -66,8 +67,7 @@ class LiveRecords:
             masters[box.key] = masters.get(box.key, 0) + _given(box)
         for box, dtype in self._model():
             held[box.key] = (Stored(tuple(box.global_shape), dtype), held.get(box.key, (None, 0))[1] + _given(box))
-        every: list[tuple[dict[str, int], dict[str, tuple[Stored, int]]]] = [({}, {})] * dist.get_world_size()
-        dist.all_gather_object(every, (masters, held))
+        every = of_all_ranks((masters, held))
         self.stored = {key: stored for _, found in every for key, (stored, _) in found.items()}
         self._trained_keys = {key for found, _ in every for key in found}
         for key, stored in self.stored.items():

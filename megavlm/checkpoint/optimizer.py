@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megavlm.config.schema import Config
 from megavlm.optim.master_weights import held_layouts
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.parallel.shards import ParamShard, local_part
 
 
@@ -72,8 +72,7 @@ def _groups(parts: list[Any]) -> list[dict[str, Any]]:
     A fused optimizer counts no steps in groups without parameters on its rank, so the maximum over ranks is taken.
     """
     groups = [group for part in parts for group in part.param_groups]
-    steps: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(steps, max((int(group["step"]) for group in groups), default=0))
+    steps = of_all_ranks(max((int(group["step"]) for group in groups), default=0))
     options = {tuple(group.get(key) for key in param_group_identifier_keys): group for group in groups}
     return [
         {**{name: value for name, value in group.items() if name != "params"}, "step": max(steps)}

@@ -44,7 +44,7 @@ from megavlm.checkpoint.folders import Holds
 from megavlm.checkpoint.items import OpenFiles, Record, read_items, read_state
 from megavlm.checkpoint.manifest import Damaged, first_look
 from megavlm.errors import UserError
-from megavlm.parallel.rendezvous import exchanged_on, from_rank_0, on_rank_0
+from megavlm.parallel.rendezvous import exchanged_on, from_rank_0, of_all_ranks, on_rank_0
 
 Loaded = TypeVar("Loaded")
 _NOT_THE_FILES = (MemoryError, torch.OutOfMemoryError)  # why a load may fail although every byte is right
@@ -83,8 +83,7 @@ def turns(
     file_of = dict(zip(keys, files or [0] * len(keys), strict=True))
     found: dict[Any, Turn] = {}
     for group in groups:
-        needed: list[set[Any]] = [set()] * group.size()
-        dist.all_gather_object(needed, set(keys) - found.keys(), group=group)
+        needed = of_all_ranks(set(keys) - found.keys(), group)
         common, ranks = set.intersection(*needed), dist.get_process_group_ranks(group)
         parts: dict[Hashable, list[Any]] = {}
         for key in (key for key in keys if key in common):
@@ -304,8 +303,7 @@ def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any,
     except (Exception, CheckpointException) as error:  # damaged files may raise any error
         failure = error
     said = None if failure is None else str(_unloadable(folder, failure))
-    found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(found, (damaged, said))
+    found = of_all_ranks((damaged, said))
     if problems := [each for each, _ in found if each]:
         return loaded, problems[0]
     if failures := [each for _, each in found if each]:

@@ -48,6 +48,7 @@ from megavlm.checkpoint.items import STATE, state_as_json
 from megavlm.checkpoint.manifest import SUMMARY, in_words
 from megavlm.checkpoint.staging import THREADS, Item, Places, Staging
 from megavlm.checkpoint.writer import PATIENCE, Outcome, SaveJob, is_committed, reports_of, serve
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.resilience.signals import how_it_ended
 
 _GIVEN_UP = 20.0  # seconds that a run that ends by an error waits for a save that is under way
@@ -103,8 +104,7 @@ class Division:
     def _agree(self, sharded: Any, group: dist.ProcessGroup) -> str:
         """Drop the division, on all ranks, if the tensors of any rank have changed; return a name for the save."""
         tensors = [each.without_data() for each in nested_values(sharded)]
-        found: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
-        dist.all_gather_object(found, (tensors == self._tensors, f"{time.time_ns():x}"))
+        found = of_all_ranks((tensors == self._tensors, f"{time.time_ns():x}"))
         if not all(same for same, _ in found):
             strategy = get_default_save_sharded_strategy()
             self._strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)

@@ -25,8 +25,9 @@ from megavlm.arch.kind import ROUND
 from megavlm.arch.kinds import hidden_weight_of
 from megavlm.config.schema import ModelConfig
 from megavlm.optim.elementwise import ElementwiseOptimizer
-from megavlm.optim.matrix_plan import HeldBox, Matrix, MatrixPiece, Round, matrices_of, plan_rounds
+from megavlm.optim.matrix_plan import Matrix, MatrixPiece, Round, matrices_of, plan_rounds
 from megavlm.optim.rules import Muon
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.parallel.shards import ShardLayout, ShardPlace, local_part
 
 
@@ -70,8 +71,7 @@ class MatrixUpdates:
         for shard in shards:
             shard.inner.matrices[shard.weights] = rule.state
         self._held = [_Held(shard, place) for shard in shards for place in shard.layout.places()]
-        every: list[list[HeldBox]] = [[]] * group.size()
-        dist.all_gather_object(every, [(each.place.part.key, each.place.box) for each in self._held], group=group)
+        every = of_all_ranks([(each.place.part.key, each.place.box) for each in self._held], group)
         weights = {key: hidden_weight_of(key, model) for boxes in every for key, _ in boxes}
         self.matrices: list[Matrix] = matrices_of({key: held for key, held in weights.items() if held is not None})
         self.rounds = plan_rounds(every, self.matrices, rank=group.rank(), most=ROUND)

@@ -278,6 +278,13 @@ def exchanged_on() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def of_all_ranks(value: Found, group: dist.ProcessGroup | None = None) -> list[Found]:
+    """Return the values of all ranks of a group (default: the world), by rank. Every rank of the group calls it."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def on_rank_0(action: Callable[[], object]) -> None:
     """Run an action on rank 0 while the other ranks wait. A UserError of the action is raised on every rank."""
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from megavlm.arch.objectives import objective_of
@@ -27,6 +26,7 @@ from megavlm.optim.data_parallel import count_waits, shard_chunks, with_whole_gr
 from megavlm.optim.fully_sharded import on_meta
 from megavlm.optim.qk_clip import HeadLogits
 from megavlm.parallel.groups import Groups, encoder_groups
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.encoder import EncoderRunner, encoder_config
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
@@ -163,9 +163,7 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
     known = {"vision": model.vision, "projector": model.projector, "precision": config.precision.dtype}
     weights = encoder_hash(chunk.named_parameters(), known)
     if groups.dims.tp > 1:  # all shards' hashes: another TP rounds differently and needs other entries
-        hashes: list[Any] = [None] * groups.dims.tp
-        dist.all_gather_object(hashes, weights, group=groups.tp)
-        weights = b"".join(hashes)
+        weights = b"".join(of_all_ranks(weights, groups.tp))
     return FeatureCache(Path(folder), size=int(config.placement.vision_cache_size * 2**30), encoder=weights)
 
 

@@ -13,6 +13,7 @@ from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.types import Sample
 from megavlm.inputs.batch import Continuation, ImageBatch, ImageSizes, KeyValueCache, MicroBatch, TextBatch
 from megavlm.parallel.groups import broadcast_from_last_stage
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.train.engine import Engine
 
 
@@ -155,6 +156,5 @@ def _until(stop: Collection[int], answer: Sequence[int]) -> list[int]:
 def _interleave(engine: Engine, mine: list[list[int]], *, total: int) -> list[list[int]]:
     """Gather the answers of all data-parallel ranks in the order of the prompts."""
     degree = engine.groups.dims.dp
-    shares: list[list[list[int]]] = [[] for _ in range(degree)]
-    dist.all_gather_object(shares, mine, group=engine.groups.dp)
+    shares = of_all_ranks(mine, engine.groups.dp)
     return [shares[i % degree][i // degree] for i in range(total)]

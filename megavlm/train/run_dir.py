@@ -25,7 +25,7 @@ from megavlm.config.derived import starts_from
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import replace_file, unwritable
-from megavlm.parallel.rendezvous import from_rank_0, on_rank_0
+from megavlm.parallel.rendezvous import from_rank_0, of_all_ranks, on_rank_0
 from megavlm.rules.defaults import with_start_defaults
 from megavlm.rules.load import to_yaml
 from megavlm.storage.hub import commit_of
@@ -54,8 +54,7 @@ def check_shared(run_dir: Path, *, patience: float = 15.0) -> None:
     end = time.monotonic() + patience
     while not (seen := sign.exists()) and time.monotonic() < end:
         time.sleep(0.05)
-    hosts: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
-    dist.all_gather_object(hosts, (platform.node(), seen))
+    hosts = of_all_ranks((platform.node(), seen))
     on_rank_0(partial(sign.unlink, missing_ok=True))
     if blind := sorted({host for host, sees in hosts if not sees}):
         raise UserError(

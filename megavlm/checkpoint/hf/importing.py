@@ -25,7 +25,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.vlm import HoldsWeights
 from megavlm.model.weights import index_of, initialize, real_shape
-from megavlm.parallel.rendezvous import from_rank_0
+from megavlm.parallel.rendezvous import from_rank_0, of_all_ranks
 
 _AHEAD = 2 * THREADS  # prefetched reads
 
@@ -126,15 +126,13 @@ def load_weights(
         for shard, number, real in slices:
             folder = SharedFolder(folders[number].tensors, number, rows)
             shard.data.copy_(pretrained_list[number].read_slice(shard.key, real, index_of(shard), folder))
-        if problems := _of_all_ranks(errors):
+        if problems := _lines_of_all(errors):
             raise UserError(problems[0])
 
 
-def _of_all_ranks(lines: list[str]) -> list[str]:
+def _lines_of_all(lines: list[str]) -> list[str]:
     """Gather `lines` from all ranks and return them sorted, without repeats."""
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, lines)
-    return sorted({line for each in found for line in each})
+    return sorted({line for each in of_all_ranks(lines) for line in each})
 
 
 def _provider(pretrained_list: Sequence[Pretrained], key: str) -> int | None:
@@ -153,6 +151,6 @@ def _check(
         # A rank sees the shapes of its own chunks only, and all ranks must stop together. Rank 0 compares tied weights.
         problems = from_rank_0(pretrained.problems, list[str]())
         refuse(
-            [*problems, *_of_all_ranks(pretrained.wrong_shapes(shapes))],
+            [*problems, *_lines_of_all(pretrained.wrong_shapes(shapes))],
             f"{pretrained.folder.path} does not hold the model that its config.json says",
         )

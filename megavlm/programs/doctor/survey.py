@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megavlm.parallel.rendezvous import Meeting
+from megavlm.parallel.rendezvous import Meeting, of_all_ranks
 from megavlm.programs.doctor.machine import output_of, rates_of, times_of
 from megavlm.programs.doctor.problems import Problem
 from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey
@@ -102,7 +101,7 @@ def survey_world(check: Check, place: World, *, host: str, package: Path, measur
     check.part = "facts"
     dist.monitored_barrier(timeout=timedelta(seconds=check.limit), wait_all_ranks=True)
     there = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
-    all_ranks = _gathered(
+    all_ranks = of_all_ranks(
         {
             "first": place.rank - place.local_rank,  # equal on the ranks of a node
             "host": host,
@@ -123,7 +122,7 @@ def survey_world(check: Check, place: World, *, host: str, package: Path, measur
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         rates = rates_of(name, on_gpu=device.type == "cuda", index=device.index or 0)
         mine = [*((rate.what, rate.measured) for rate in rates), *_links(check, nodes, device)]
-        speeds = speeds_of(_gathered(mine))
+        speeds = speeds_of(of_all_ranks(mine))
     if dist.get_rank() != 0:
         return None
     return Survey(
@@ -148,13 +147,6 @@ def speeds_of(measured: Iterable[Iterable[tuple[str, float]]]) -> dict[str, dict
         what: {rank: statistics.median_high(each) for rank, each in of_ranks.items()}
         for what, of_ranks in found.items()
     }
-
-
-def _gathered(value: Any) -> list[Any]:
-    """Gather a value from every rank and return the list on every rank. The values are sent as tensors on the CPU."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _device(place: World) -> torch.device:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from megavlm.errors import DeviceFault
 from megavlm.model.vlm import bare_chunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.parallel.shards import local_part
 from megavlm.train.hooks.hook import RankHook
 from megavlm.train.run import Run
@@ -57,8 +58,7 @@ class DeviceChecks(RankHook):
         found = differing_copies(self._engine.model_chunks)
         if found is None:
             return None
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+        hosts = of_all_ranks(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
         machines = sorted({hosts[rank] for rank in found.ranks})
         *most, last = map(str, found.ranks)
         who = f"ranks {', '.join(most)} and {last} differ" if most else f"rank {last} differs from the others"
@@ -82,9 +82,7 @@ def differing_copies(chunks: Sequence[Any]) -> CopyDifference | None:
         if group is not None and group.size() > 1 and tensors
         if (difference := _differing(group, tensors, _device_of(chunk))) is not None
     ]
-    every: list[list[CopyDifference]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, found)
-    return next((each for differences in every for each in differences), None)
+    return next((each for differences in of_all_ranks(found) for each in differences), None)
 
 
 def _copies(chunk: Any) -> Iterator[tuple[dist.ProcessGroup | None, dict[str, Tensor]]]:

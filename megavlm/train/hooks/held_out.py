@@ -25,6 +25,7 @@ from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
 from megavlm.objective.gather import SCORES, Representations, Texts, gathered, gathered_members, longest, retrieval_sums
 from megavlm.parallel.groups import Groups
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.resilience.phases import OTHER, VALIDATION
 from megavlm.train.generate import GivenUp, generate
 from megavlm.train.hooks.hook import RankHook, Step
@@ -179,9 +180,8 @@ class ValidationHook(RankHook):
             self._stops.hear()
         if not failed:
             return None if asked else data
-        told: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(told, failure)
-        self._run.say(f"VALIDATION DATA CANNOT BE READ: {next(filter(None, told))}. Training goes on")
+        told = next(filter(None, of_all_ranks(failure)))
+        self._run.say(f"VALIDATION DATA CANNOT BE READ: {told}. Training goes on")
         return None
 
     def _tell(self, found: dict[str, Value], seconds: float, share: float) -> None:

@@ -27,6 +27,7 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.metrics.callback import Value
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.slow_links import forget_errors
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.resilience import events
 from megavlm.resilience.bad_steps import BadSteps, iterations
 from megavlm.train.engine import StateBeforeStep
@@ -63,10 +64,9 @@ def find_culprit(run: Run, step: StepData, result: StepResult) -> tuple[str, dic
     names = [name for chunk in ([*run.plan.encoder], *run.plan.chunks) for name in chunk]
     own, norm = _computed_again(run, step.batches, names)
     spike = math.isfinite(result.loss) and math.isfinite(result.grad_norm or 0.0)
-    gathered: list[tuple[Norms, float]] = [([], 0.0)] * dist.get_world_size()
-    dist.all_gather_object(gathered, (own if spike else [each for each in own if not math.isfinite(each[1])][:1], norm))
-    norms = sorted(each for places, _ in gathered for each in places)
-    largest = max(norm for _, norm in gathered) / max(result.trained_tokens, 1)
+    every = of_all_ranks((own if spike else [each for each in own if not math.isfinite(each[1])][:1], norm))
+    norms = sorted(each for places, _ in every for each in places)
+    largest = max(norm for _, norm in every) / max(result.trained_tokens, 1)
     if not norms or (spike and largest < (result.grad_norm or 0.0) / 2):
         return "all is well when the step is computed again: look for a device that computes wrongly", {}
     place, how, blames_layer = norms[0][0], "is not finite", True
@@ -176,9 +176,7 @@ def _samples(run: Run, step: StepData, place: DataPlace) -> list[str]:
     known = step.samples if groups.is_reader and groups.coords.dp == place.replica else ()
     chosen = known[place.micro_batch : place.micro_batch + 1] if place.micro_batch >= 0 else known
     mine = [_label(run.source, sample) for samples in chosen for sample in samples]
-    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, mine)
-    return next(filter(None, every), [])
+    return next(filter(None, of_all_ranks(mine)), [])
 
 
 def _label(source: Any, sample: SampleId) -> str:

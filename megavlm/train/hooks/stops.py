@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from megavlm.errors import BadNumbers, Stopped, UserError
 from megavlm.inputs.bad_sample import Skipped, SkipSummary
 from megavlm.metrics.callback import Value
+from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.resilience.phases import COMMUNICATION, DATA, OTHER
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.hooks.hook import RankHook, Step
@@ -52,8 +52,7 @@ class Stops(RankHook):
         if step.iteration == self._run.config.train.train_iters or not self.asked(step):
             return None
         own = self._stop.reason or self._run.callbacks.stop
-        told: list[str | None] = [None] * dist.get_world_size()  # some rank has a reason, and perhaps not this one yet
-        dist.all_gather_object(told, own)
+        told = of_all_ranks(own)  # some rank has a reason, and perhaps not this one yet
         return Stopped(own or next(filter(None, told)))
 
 
@@ -105,8 +104,7 @@ class SkippedSamples(RankHook):
         tally, most = self._tally, self._run.config.data.max_bad_sample_rate
         if tally.skipped_now < _LEAST_SKIPPED or tally.skipped_now <= most * tally.read_now:
             return None
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, tally.reasons)
+        found = of_all_ranks(tally.reasons)
         keeps = self._keeps(step.iteration)
         after = "continues, with --accept-changed-data if it changes the data" if keeps else "begins anew"
         return TooManySkipped(
@@ -174,8 +172,7 @@ class DataAhead(RankHook):
         if not counts.failed:
             return None
         bad = isinstance(self._failure, BadNumbers)
-        told: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, None if self._failure is None else (bad, str(self._failure)))
+        told = of_all_ranks(None if self._failure is None else (bad, str(self._failure)))
         errors = [each for each in told if each is not None]
         for is_bad, text in errors:
             if is_bad:
