@@ -130,14 +130,12 @@ def grid_of(height: int, width: int, patch_size: int) -> Grid:
 
 def smallest_grid(projector: ProjectorConfig) -> Grid:
     """Return the smallest grid of patches that has a feature, for the blank image of batches without images."""
-    grid: Grid = _connector(projector).smallest_grid(projector)
-    return grid
+    return _connector(projector).smallest_grid(projector)
 
 
 def tokens_per_grid(grid: Grid, projector: ProjectorConfig) -> int:
     """Return the number of features of a grid of patches. Raises UserError if it has none."""
-    count: int = _connector(projector).tokens_per_grid(grid, projector)
-    return count
+    return _connector(projector).tokens_per_grid(grid, projector)
 
 
 def tokens_per_image(grids: Sequence[Grid], groups: Sequence[TileGroup], projector: ProjectorConfig) -> list[int]:

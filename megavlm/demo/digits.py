@@ -56,8 +56,7 @@ class _Canvas(ComputedSource):
         )
 
     def _encoded(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer.encode(text).ids.tolist()
-        return tokens
+        return self._tokenizer.encode(text).ids.tolist()
 
     def _pixels(self, scene: Scene) -> NDArray[np.uint8]:
         """Return the pixels [height, width, channels] of a scene; the scans are grey, so all channels are equal."""

@@ -141,8 +141,7 @@ class Assistant:
         inputs = self.inputs(samples)
         made = self.model.module.generate(**inputs, generation_config=options, streamer=streamer)
         width = inputs["input_ids"].shape[1]
-        answers: list[list[int]] = made[:, width:].tolist()
-        return answers
+        return made[:, width:].tolist()
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """Return the arguments of the model for a batch of prompts, padded on the left."""

@@ -134,8 +134,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         else value
         for key, value in values.items()
     }
-    cleaned: dict[str, Any] = without_secrets(plain)
-    return cleaned
+    return without_secrets(plain)
 
 
 def known_id(run_dir: Path, tracker: str) -> str | None:

@@ -248,8 +248,7 @@ def without_padding(attention: type) -> type:
             self.register_buffer("padded", padded.flatten(), persistent=False)
 
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            output: Tensor = super().forward(*args, **kwargs).masked_fill(self.padded, 0.0)
-            return output
+            return super().forward(*args, **kwargs).masked_fill(self.padded, 0.0)
 
     return AttentionWithoutPadding
 

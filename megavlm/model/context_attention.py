@@ -113,8 +113,7 @@ def across_context(attention: type) -> type:
             """
             packing, width, ranks = packed_seq_params, value.shape[-1], self.context.split.heads
             if packing is not None and packing.cached is not None:
-                cached: Tensor = super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
-                return cached
+                return super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
             if ranks > 1:
                 heads = query, key, value
                 sent, sizes = heads_for_ranks(heads, ranks)

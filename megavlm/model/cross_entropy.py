@@ -175,8 +175,7 @@ def linear_cross_entropy(
     if options.weight_gradients is not None and has_halves(hidden, weight):
         later = LaterGradient(weight, options.weight_gradients)
     operand = weight if later is None else weight.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, operand, labels, label_weights, options, reached, later)
-    return loss
+    return _LinearCrossEntropy.apply(hidden, operand, labels, label_weights, options, reached, later)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

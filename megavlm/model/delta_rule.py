@@ -124,8 +124,7 @@ def gated_delta_rule(
     def run(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         return delta_rule_by_chunks(query, key, value, decay, beta, sequences.chunks)[0]
 
-    found: Tensor = checkpoint(run, query, key, value, decay, beta, use_reentrant=False, preserve_rng_state=False)
-    return found
+    return checkpoint(run, query, key, value, decay, beta, use_reentrant=False, preserve_rng_state=False)
 
 
 def delta_rule_by_chunks(
@@ -196,8 +195,7 @@ def causal_convolution(x: Tensor, weight: Tensor, sequences: Sequences) -> Tenso
         return out[0]
 
     run = lambda x, weight: F.silu(convolved(x, weight, sequences.places))  # noqa: E731
-    found: Tensor = checkpoint(run, x, weight, use_reentrant=False, preserve_rng_state=False)
-    return found
+    return checkpoint(run, x, weight, use_reentrant=False, preserve_rng_state=False)
 
 
 def convolved(x: Tensor, weight: Tensor, places: Tensor) -> Tensor:

@@ -148,8 +148,7 @@ class GroupedExperts(MegatronModule):
 
     def _mlp(self, tokens: Tensor, rows: Rows, weights: Tensor) -> Tensor:
         inner = self.activation(self.linear_fc1(tokens, rows))
-        output: Tensor = self.linear_fc2((inner * weights[:, None]).to(inner.dtype), rows)
-        return output
+        return self.linear_fc2((inner * weights[:, None]).to(inner.dtype), rows)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -240,8 +239,7 @@ def te_product(experts: int, rows: int, columns: int) -> Product:
     """
     from transformer_engine.pytorch import GroupedLinear
 
-    product: Product = grouped_linear(GroupedLinear)(experts, rows, columns)
-    return product
+    return grouped_linear(GroupedLinear)(experts, rows, columns)
 
 
 class ExpertsWithNorms(MoELayer):
@@ -254,8 +252,7 @@ class ExpertsWithNorms(MoELayer):
         self.shared_input_norm, self.shared_output_norm = (build_module(norm, **given) for _ in range(2))
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
-        shared: Tensor = self.shared_output_norm(self.shared_experts(self.shared_input_norm(hidden_states)))
-        return shared
+        return self.shared_output_norm(self.shared_experts(self.shared_input_norm(hidden_states)))
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
         return super().preprocess(self.input_norm(hidden_states), probs, routing_map)

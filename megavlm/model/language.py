@@ -228,8 +228,7 @@ class PredictionInput(MegatronModule):
 
     def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1)
-        output: Tensor = self.projection(joined)
-        return output
+        return self.projection(joined)
 
 
 class Representation(MegatronModule):

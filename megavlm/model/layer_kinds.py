@@ -105,8 +105,7 @@ def _build_vision_norm(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _build_projector(builder: LayerBuilder, name: str) -> nn.Module:
-    module: nn.Module = connector_of(builder.config.model.projector).build(builder)
-    return module
+    return connector_of(builder.config.model.projector).build(builder)
 
 
 def _build_deepstack_merger(builder: LayerBuilder, name: str) -> nn.Module:
@@ -212,14 +211,12 @@ def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 
     def run(x: Tensor) -> Tensor:
         layout = context.layout_at(name)
-        out: Tensor = part(x, layout, tile_groups=context.tile_groups, sequence_parallel=sharded)
-        return out
+        return part(x, layout, tile_groups=context.tile_groups, sequence_parallel=sharded)
 
     recomputes = layer_kind(name).is_recomputed(context.config.model)
     if recomputes and chunk.full_recompute and chunk.training and torch.is_grad_enabled():
         # Not megatron-core's checkpoint, which needs an input with a gradient: the tower may be frozen.
-        recomputed: Tensor = checkpoint(run, hidden, use_reentrant=False)
-        return recomputed
+        return checkpoint(run, hidden, use_reentrant=False)
     return run(hidden)
 
 

@@ -54,8 +54,7 @@ def keeping_input(forward: Callable[[Tensor], Tensor], backward: Callable[[Tenso
     """Return an activation from `forward(x)` and `backward(output gradient, x)`, which saves its input alone."""
 
     def activation(x: Tensor) -> Tensor:
-        output: Tensor = _KeepsInput.apply(x, forward, backward)
-        return output
+        return _KeepsInput.apply(x, forward, backward)
 
     return activation
 

@@ -141,8 +141,7 @@ class LoraWholeLinear(_LoraLinear):
     def forward(self, x: Tensor) -> Tensor:
         (adapter,) = self.lora.values()
         low = F.linear(self.lora.drop(x, differs=self.config.sequence_parallel), adapter.A)
-        output: Tensor = super().forward(x) + F.linear(low, adapter.B) * self.lora.scale  # type: ignore[misc]
-        return output
+        return super().forward(x) + F.linear(low, adapter.B) * self.lora.scale  # type: ignore[misc]
 
 
 def _sharded(linear: Any, prefix: str, axes: dict[str, int], offsets: Any, metadata: Any) -> Any:
@@ -273,8 +272,7 @@ class AdaptedExpertWeight(ExpertWeight):
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         (adapter,) = self.lora.values()
-        output: Tensor = super().forward(x, rows) + adapter(x, rows)
-        return output
+        return super().forward(x, rows) + adapter(x, rows)
 
 
 def adapt_experts(experts: Any, layer: str, lora: LoraConfig) -> None:

@@ -149,8 +149,7 @@ def bounded_attention(
 ) -> Tensor:
     """Return the attention [B, N, S, D] of heads [B, N, S or keys, D]; the mask is added after the softcap."""
     given = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _Bounded.apply(query, key, value, mask, given, softcap)
-    return out
+    return _Bounded.apply(query, key, value, mask, given, softcap)
 
 
 def attend_in_spans(

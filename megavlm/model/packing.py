@@ -168,8 +168,7 @@ def flash_kernel() -> Callable[..., Any] | None:
     """
     if (device_at_hand().capability or (0, 0)) < (8, 0):
         return None
-    operator: Callable[..., Any] = torch.ops.aten._flash_attention_forward.default
-    return operator
+    return torch.ops.aten._flash_attention_forward.default
 
 
 def fits_one_call(query: Tensor, value: Tensor) -> bool:

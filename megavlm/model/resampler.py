@@ -98,8 +98,7 @@ class ResamplerAttention(ResamplerPart):
             )
             image += images
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        output: Tensor = self.output(out.reshape(-1, 1, out.shape[2] * out.shape[3]))[0]
-        return output
+        return self.output(out.reshape(-1, 1, out.shape[2] * out.shape[3]))[0]
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return [rows, heads, D] from [rows, 1, heads · D]."""
@@ -138,5 +137,4 @@ class ResamplerMlp(ResamplerPart):
         x = self.shared(x)
         hidden, *others = (layer(x)[0] for layer in self.first)
         hidden = self.activation(hidden)
-        out: Tensor = self.fc2(hidden * others[0] if others else hidden)[0]
-        return out
+        return self.fc2(hidden * others[0] if others else hidden)[0]

@@ -69,15 +69,13 @@ class Rotary:
         if rotation.of_axes:
             halves = zip(x.chunk(2, dim=-1), rotation.axes(), strict=True)
             return torch.cat([self.rotate(half, axis) for half, axis in halves], dim=-1)
-        out: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._turned, self._interleaved)
-        return out
+        return _Rotate.apply(x, rotation.cos, rotation.sin, self._turned, self._interleaved)
 
     def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
         """Return the tensors of `split` with queries and keys rotated. Values are copied, to free `mixed`."""
-        heads: Heads = _SplitAndRotate.apply(
+        return _SplitAndRotate.apply(
             *(mixed, sizes[1], rotation.cos, rotation.sin), *(self._split, self._joined, self._interleaved)
         )
-        return heads
 
 
 class _Rotate(torch.autograd.Function):
@@ -87,8 +85,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Any, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.turn, ctx.interleaved = turn, interleaved
-        out: Tensor = turn(x, cos, sin, 1, interleaved)
-        return out
+        return turn(x, cos, sin, 1, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -104,8 +101,7 @@ class _SplitAndRotate(torch.autograd.Function):
     ) -> Heads:
         ctx.save_for_backward(cos, sin)
         ctx.join, ctx.interleaved = join, interleaved
-        heads: Heads = split(mixed, width, cos, sin, interleaved)
-        return heads
+        return split(mixed, width, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:

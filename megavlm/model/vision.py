@@ -303,5 +303,4 @@ class WindowMerger(MegatronModule):
         attended, _ = self.self_attention(normed, attention_mask=None, packed_seq_params=packing)
         blocks = (hidden + attended).unflatten(0, (-1, self.block))  # [V/4(/TP), 4, 1, H]
         joined, _ = self.mlp(self.pre_mlp_layernorm(blocks.transpose(1, 2).flatten(2)))
-        merged: Tensor = blocks.mean(1) + joined
-        return merged
+        return blocks.mean(1) + joined

@@ -145,8 +145,7 @@ class _LeavesGradient:
         gathered = group if kwargs["sequence_parallel"] else None
         summed = group if kwargs["allreduce_dgrad"] else None
         later = LaterGradient(weight, self.weight_gradients)
-        output: Tensor = _Linear.apply(input, kwargs["bias"], later, gathered, summed)
-        return output
+        return _Linear.apply(input, kwargs["bias"], later, gathered, summed)
 
 
 class _Product(torch.autograd.Function):
@@ -173,8 +172,7 @@ def product_leaving_gradient(product: Product, x: Tensor, weight: Tensor, gradie
     """Return `product(x, weight)`; the weight's gradient is delayed by `gradients`, unless that is None."""
     if gradients is None or not has_halves(x, weight):
         return product(x, weight)
-    output: Tensor = _Product.apply(x, LaterGradient(weight, gradients), product)
-    return output
+    return _Product.apply(x, LaterGradient(weight, gradients), product)
 
 
 class _Store:

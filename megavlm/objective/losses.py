@@ -385,5 +385,4 @@ def whole_batch(kind: str) -> WholeBatchLoss:
         return WHOLE_BATCH[kind]
     entry = registered("objectives")[kind]
     assert isinstance(entry, Entry), kind
-    loss: WholeBatchLoss = entry.load()
-    return loss
+    return entry.load()

@@ -310,5 +310,4 @@ def from_rank_0(action: Callable[[], Found], received: Found) -> Found:
     dist.broadcast_object_list(found, src=0)
     if found[1] is not None:
         raise UserError(found[1])
-    result: Found = found[0]
-    return result
+    return found[0]

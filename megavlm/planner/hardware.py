@@ -200,8 +200,7 @@ def profile(name: str) -> Hardware:
         )
         raise UserError(f"--gpu/--profile {plain(name)} is neither a known device nor a file{hint}")
     try:
-        found: Hardware = record_of(Hardware, read_json(path, at_most=_LARGEST), name="its")
-        return found
+        return record_of(Hardware, read_json(path, at_most=_LARGEST), name="its")
     except (UserError, TypeError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise UserError(

@@ -203,8 +203,7 @@ class LayerMeasures:
         def table() -> list[Array]:
             return [_prefix(column) for column in zip(*self._each(scenario, first)(seconds), strict=True)]
 
-        arrays: list[Array] = self._once(("seconds", first, part, recompute), table)
-        return arrays
+        return self._once(("seconds", first, part, recompute), table)
 
     def _transfer(self, scenario: Scenario, first: int) -> Array:
         carried = carried_bytes(scenario)[first + 1 : -1]
@@ -217,12 +216,10 @@ class LayerMeasures:
     def _sums(
         self, what: str, scenario: Scenario, first: int, key: tuple[object, ...], measure: Callable[[str], float]
     ) -> Array:
-        sums: Array = self._once((what, first, key), lambda: _prefix(self._each(scenario, first)(measure)))
-        return sums
+        return self._once((what, first, key), lambda: _prefix(self._each(scenario, first)(measure)))
 
     def _each(self, scenario: Scenario, first: int) -> Each:
-        each: Each = self._once(("each", first), lambda: measured_once(scenario, range(first, len(scenario.names))))
-        return each
+        return self._once(("each", first), lambda: measured_once(scenario, range(first, len(scenario.names))))
 
     def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
         if key not in self._known:

@@ -23,8 +23,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(without_extensions(argv))
     if "out" in options:
         check_folder("OUT_DIR", options.out)
-    status: int = options.run(options)
-    return status
+    return options.run(options)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -305,8 +305,7 @@ def _kind(annotation: Any) -> Kind:
 
 def with_values(config: Config, values: Mapping[tuple[str, ...], Any]) -> Config:
     """Return a copy of `config` with the values at the given paths replaced."""
-    changed: Config = _replaced(config, values)
-    return changed
+    return _replaced(config, values)
 
 
 def _replaced(section: Any, values: Mapping[tuple[str, ...], Any]) -> Any:

@@ -27,8 +27,7 @@ def to_yaml(config: Config) -> str:
     """Return all options of a run as YAML. `from_dict(yaml.safe_load(text))` returns the same configuration."""
     # PyYAML's own emitter takes a tenth of a second; libyaml's comes with its wheels, not with every build of it.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text: str = yaml.dump(as_data(config), Dumper=dumper, sort_keys=False, width=120)
-    return text
+    return yaml.dump(as_data(config), Dumper=dumper, sort_keys=False, width=120)
 
 
 def as_data(value: Any, *, chosen: bool = False) -> Any:

@@ -127,8 +127,7 @@ class Store:
             path = self._path(name)
             if (size := int(self._system.info(path)["size"])) > at_most:
                 raise StoreError(f"{self.url}/{name} has {size} bytes, more than {at_most}", final=True)
-            content: bytes = self._system.cat_file(path)
-            return content
+            return self._system.cat_file(path)
 
     def head(self, name: str, *, at_most: int) -> tuple[bytes, int]:
         """Return the first `at_most` bytes of a file, and its size. Raises StoreError."""
@@ -178,8 +177,7 @@ class Store:
     def modified(self, name: str) -> datetime:
         """Return the time at which a file was last modified. Raises StoreError."""
         with self._errors("be read", name):
-            when: datetime = self._system.modified(self._path(name))
-            return when
+            return self._system.modified(self._path(name))
 
     def remove(self, name: str) -> None:
         """Delete a file; it may be missing."""

@@ -72,8 +72,7 @@ class Perceiver(Connector):
             yield no_divisor(f"{here}.num_query_groups", groups, f"{here}.num_attention_heads {heads}", heads)
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
-        latents: int = projector.connectors.perceiver.num_latents
-        return latents
+        return projector.connectors.perceiver.num_latents
 
     def attention(self, model: ModelConfig) -> AttentionBlock:
         """Return the attention of a layer."""

@@ -67,8 +67,7 @@ class QFormer(Connector):
             )
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
-        queries: int = projector.connectors.qformer.num_queries
-        return queries
+        return projector.connectors.qformer.num_queries
 
     def crossing(self, model: ModelConfig) -> range:
         """Return the indices of the layers with cross-attention to the patches."""

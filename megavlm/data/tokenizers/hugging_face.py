@@ -116,8 +116,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         places = [self.image_place if token == self.image else int(token) for token in ids]
-        text: str = self.backend.decode(places, skip_special_tokens=not special)
-        return text
+        return self.backend.decode(places, skip_special_tokens=not special)
 
 
 @contextmanager

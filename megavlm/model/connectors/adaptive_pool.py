@@ -29,5 +29,4 @@ class AdaptivePool(ConnectorModule):
             sides = ADAPTIVE_POOL.pooled((images.shape[1], images.shape[2]), self.model.projector)
             means = F.adaptive_avg_pool2d(images.permute(0, 3, 1, 2), sides)
             pooled.append(means.permute(0, 2, 3, 1).flatten(0, 2))
-        out: Tensor = self.mlp(torch.cat(pooled)[:, None])
-        return out
+        return self.mlp(torch.cat(pooled)[:, None])

@@ -66,8 +66,7 @@ class DividedLayerNorm(_Divided):
     def forward(self, x: Tensor) -> Tensor:
         if self.tp_group.size() == 1:
             return F.layer_norm(x, (self.channels,), self.weight, self.bias, self.epsilon)
-        out: Tensor = _LayerNorm.apply(x, self.weight, self.bias, self)
-        return out
+        return _LayerNorm.apply(x, self.weight, self.bias, self)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -204,8 +203,7 @@ class CAbstractor(ConnectorModule):
         x = _each_size(self._pooled, x, grids)
         for block in self.after.children():
             x = block(x, pooled)
-        out: Tensor = self.mlp(x)
-        return out
+        return self.mlp(x)
 
     def _pooled(self, images: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d(images.permute(0, 3, 1, 2), self.side).permute(0, 2, 3, 1)

@@ -35,8 +35,7 @@ class PerceiverLayer(ResamplerPart):
         """Return new latents [I·Q, 1, W], from latents and `patches` [P, 1, W], `lengths[i]` of image i."""
         own, context = self.shared(self.latents_norm(x)), self.shared(self.context_norm(patches))
         x = x + self.attention(own, count, (context, lengths), (own, [count] * len(lengths)))
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Perceiver(ConnectorModule):
@@ -60,5 +59,4 @@ class Perceiver(ConnectorModule):
         x = self.latents.repeat(len(lengths), 1)[:, None]
         for layer in self.layers.children():
             x = layer(x, self.count, projected, lengths)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)

@@ -39,8 +39,7 @@ class QFormerLayer(ResamplerPart):
         x = self.self_norm(x + self.self_attention(own, count, (own, [count] * len(lengths))))
         if self.cross_attention is not None and self.cross_norm is not None:
             x = self.cross_norm(x + self.cross_attention(self.shared(x), count, (patches, lengths)))
-        out: Tensor = self.mlp_norm(x + self.mlp(x))
-        return out
+        return self.mlp_norm(x + self.mlp(x))
 
 
 class QFormer(ConnectorModule):
@@ -65,5 +64,4 @@ class QFormer(ConnectorModule):
         x = self.norm(self.queries).repeat(len(lengths), 1)[:, None]
         for layer in self.layers.children():
             x = layer(x, self.count, shared, lengths)
-        out: Tensor = self.projection(x)
-        return out
+        return self.projection(x)

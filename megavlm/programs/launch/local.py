@@ -44,5 +44,4 @@ def specification(job: Job, *, port: int, exit_file: Path) -> tuple[Command, ...
 def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
+        return taken.getsockname()[1]

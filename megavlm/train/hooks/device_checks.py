@@ -103,8 +103,7 @@ def _copies(chunk: Any) -> Iterator[tuple[dist.ProcessGroup | None, dict[str, Te
 
 def _device_of(chunk: Any) -> torch.device:
     """Return the device of a chunk's computations: its weights may be on the host, which does not communicate."""
-    device: torch.device = chunk.device if isinstance(chunk, FullyShardedChunk) else next(chunk.parameters()).device
-    return device
+    return chunk.device if isinstance(chunk, FullyShardedChunk) else next(chunk.parameters()).device
 
 
 def _differing(group: dist.ProcessGroup, tensors: Mapping[str, Tensor], device: torch.device) -> CopyDifference | None:
