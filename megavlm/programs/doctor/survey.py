@@ -101,7 +101,7 @@ def survey_world(check: Check, place: World, *, host: str, package: Path, measur
     check.part = "facts"
     dist.monitored_barrier(timeout=timedelta(seconds=check.limit), wait_all_ranks=True)
     there = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
-    all_ranks = of_all_ranks(
+    all_ranks: list[dict[str, Any]] = of_all_ranks(
         {
             "first": place.rank - place.local_rank,  # equal on the ranks of a node
             "host": host,
