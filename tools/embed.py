@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megavlm.programs.inference.embed import main
+from megavlm.programs.embed import main
 from megavlm.programs.main import run
 
 if __name__ == "__main__":

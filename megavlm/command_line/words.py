@@ -49,7 +49,7 @@ def unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
     keys = keys_by_flag()
     if word in keys:
         return f"unknown option {plain(word)}: it is a key: write {SET} {keys[word]}=VALUE"
-    known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations)), *keys]
+    known = [*known_flags(), *keys]
     aside = [option.spelled for option in options() if option.registers or option.section == "model.audio"]
     hint = elsewhere.exact_hint(word, written=_as_typed) or did_you_mean(word, known, aside=aside, written=_as_typed)
     hint = hint or elsewhere.hint(word, written=_as_typed)
@@ -83,6 +83,11 @@ def assigned(word: str) -> Mapping[tuple[str, ...], Any]:
     if ("run", "extension") in values:
         raise UserError(f"{SET} {plain(key)} comes too late for an extension: name it with --extension")
     return values
+
+
+def known_flags() -> list[str]:
+    """Return all flags of a run, with their aliases and negations."""
+    return [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations))]
 
 
 def keys_by_flag() -> dict[str, str]:

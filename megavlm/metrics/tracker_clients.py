@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 from megavlm.backend.installed import without
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback, Generation, Samples, Start, StepEnd, Stop
-from megavlm.metrics.tags import tagged
-from megavlm.metrics.trackers import known_id, remember_id, settings_of
+from megavlm.metrics.trackers import known_id, remember_id, settings_of, tagged
 
 _PUBLIC = "https://api.wandb.ai"
 

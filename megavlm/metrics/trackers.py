@@ -1,4 +1,7 @@
-"""Run trackers (`--tracker`) in background threads, so that slow networks and errors do not affect training."""
+"""Run trackers (`--tracker`) in background threads, so that slow networks and errors do not affect training.
+
+The numbers of metrics.jsonl have names (tags) of their own in TensorBoard and the trackers, which a table here lists.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import replace_file
-from megavlm.metrics.callback import Callback, Samples, Saved, Start, StepEnd, Stop, Validation
+from megavlm.metrics.callback import Callback, Record, Samples, Saved, Start, StepEnd, Stop, Validation
 from megavlm.metrics.secrets import without_secrets
 from megavlm.paths import read_bytes
 from megavlm.rules.fields import options, value_at
@@ -149,3 +152,40 @@ def known_id(run_dir: Path, tracker: str) -> str | None:
 def remember_id(run_dir: Path, tracker: str, identity: str) -> None:
     """Save the tracker's run id in RUN_DIR, so that a resumed run continues the same tracker run."""
     replace_file(run_dir / ID_FILE.format(tracker), identity + "\n")
+
+
+_GROUPS = {
+    "train": "loss mtp_loss loss_by_source aux_loss balance_loss router_z_loss grad_norm max_attention_logit "
+    "qk_clipped_heads learning_rate loss_scale updated skipped_steps epoch",
+    "rewards": "reward_chosen reward_rejected reward_margin reward_accuracy chosen_share answer_tokens",
+    "data": "tokens trained_tokens image_tokens images samples skipped_samples split_samples packing_efficiency",
+    "perf": "data_time_s step_time_s tokens_per_second images_per_second samples_per_second model_tflops_per_device "
+    "mfu peak_memory_gib phase_seconds slowest_rank slowest_rank_s slowest_rank_excess save_stall_s save_time_s "
+    "eval_time_s eval_time_fraction sample_time_s",
+}
+TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names.split()}
+TAGS |= {"expert_load_max": "experts/load_max", "expert_load_entropy": "experts/load_entropy"}
+# Prefixes of names and their replacements; names with a slash are tags already.
+PREFIXES = {"eval_": "validation/", "imbalance_": "data/imbalance_"}
+_NO_METRIC = ("iteration",)
+
+
+def tag_of(name: str) -> str:
+    """Return the tag of a name in metrics.jsonl; `other/NAME` for a name that is not in the table."""
+    if name in TAGS or "/" in name:
+        return TAGS.get(name, name)
+    for prefix, instead in PREFIXES.items():
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return f"other/{name}"
+
+
+def tagged(record: Record) -> dict[str, float]:
+    """Return the numbers of a record by tag, without None and texts; numbers in a mapping get `TAG/KEY`."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        parts = {f"/{part}": each for part, each in value.items()} if isinstance(value, Mapping) else {"": value}
+        for part, number in parts.items():
+            if name not in _NO_METRIC and isinstance(number, float | int):
+                found[tag_of(name) + part] = number
+    return found

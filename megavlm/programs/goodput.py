@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.command_line.commands import Parser, reported
-from megavlm.programs.charts import duration
-from megavlm.programs.history import ASKED, CAUSES, TRAINING, History, devices_of, past_of
+from megavlm.programs.history import ASKED, CAUSES, TRAINING, History, devices_of, duration, past_of
 
 KILLED = "killed"
 

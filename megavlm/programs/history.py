@@ -309,6 +309,16 @@ class Ledger:
         self.fill(min(self._cursor + duration, until), cause)
 
 
+def duration(seconds: float) -> str:
+    """Format seconds with units: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s".replace(".0 ", " ")
+    whole = round(seconds)
+    units = ((whole // 86_400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s"))
+    first = next(place for place, (number, _) in enumerate(units) if number)
+    return " ".join(f"{number} {unit}" for number, unit in units[first : first + 2] if number)
+
+
 def records_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl; lines that cannot be read are left out."""
     return json_lines(run_dir / "metrics.jsonl")

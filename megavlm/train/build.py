@@ -38,10 +38,9 @@ from megavlm.rules.defaults import resolve, with_device_defaults
 from megavlm.train.build_engine import WeightInit, build_engine
 from megavlm.train.build_source import build_source
 from megavlm.train.engine import Engine
-from megavlm.train.fetch import fetch
 from megavlm.train.hooks.hook import Callbacks
 from megavlm.train.hooks.watch import Watch
-from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
+from megavlm.train.initial_state import choose_checkpoints, fetch, initial_weights, restore
 from megavlm.train.outputs import announce, callbacks_of, note_start, outputs
 from megavlm.train.run import Run
 from megavlm.train.run_data import RunData, check_references, prepare, write_references

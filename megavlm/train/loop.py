@@ -1,4 +1,4 @@
-"""Train step after step, with hooks around each, to the last iteration or a request to stop.
+"""Train step after step, with hooks around each (`hooks_of` lists them), to the last iteration or a request to stop.
 
 The record of a step in metrics.jsonl follows from the sums of all ranks' counts.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 
@@ -26,9 +26,13 @@ from megavlm.planner.devices import peak_tflops
 from megavlm.resilience import events
 from megavlm.resilience.signals import StopRequest
 from megavlm.resilience.status import State, note_failure, write_status
-from megavlm.train.hooks.held_out import final_evaluation
-from megavlm.train.hooks.hook import Step
-from megavlm.train.hooks.order import Hooks, hooks_of
+from megavlm.train.hooks.device_checks import DeviceChecks
+from megavlm.train.hooks.held_out import SamplesHook, ValidationHook, final_evaluation
+from megavlm.train.hooks.hook import RankHook, Step
+from megavlm.train.hooks.saves import Saves
+from megavlm.train.hooks.step_guard import StepGuard
+from megavlm.train.hooks.stops import DataAhead, SkippedSamples, Stops, Tally
+from megavlm.train.hooks.trace import Trace
 from megavlm.train.run import Run
 from megavlm.train.step_result import Counts, StepResult, counts_of, load_record
 
@@ -236,3 +240,46 @@ def close(run: Run, error: BaseException | None = None) -> None:
     run.callbacks.on_stop(error)
     run.lock.release()
     run.watch.close()
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """All hooks of a run in order, with the two that the training loop uses by name."""
+
+    ordered: tuple[RankHook, ...]
+    guard: StepGuard
+    ahead: DataAhead
+
+    def __iter__(self) -> Iterator[RankHook]:
+        return iter(self.ordered)
+
+    def judge(self, loss: float, norm: float | None) -> str | None:
+        """Return the first hook's reason why a step must not change the weights; None if it may."""
+        return next(filter(None, (hook.judge(loss, norm) for hook in self)), None)
+
+    def leave(self) -> None:
+        """Release the resources of all hooks."""
+        for hook in self:
+            hook.leave()
+
+
+def hooks_of(run: Run, stop: StopRequest) -> Hooks:
+    """Return the hooks of a run. Each method is called in this order, `finish` in the reverse."""
+    stops, guard = Stops(run, stop), StepGuard(run)
+    tally = Tally(run.position.samples_read, run.position.samples_skipped)
+    saves = Saves(run, tally, guard, stops)
+    ahead = DataAhead(run, stop, bad_save=saves.bad)
+    ordered = (
+        Trace(run),  # first: neither checks nor validation are in it
+        run.watch,
+        DeviceChecks(run, guard.report),  # its fault comes before the guard's reason to skip a step
+        ahead,
+        SkippedSamples(run, tally, keeps=saves.keeps),  # tallied before a save notes the position
+        ValidationHook(run, stops),
+        SamplesHook(run, stops),
+        run.callbacks,  # the record is complete; a bad step is shown before what follows from it
+        guard,
+        saves,
+        stops,  # last: an error says more than a request to stop
+    )
+    return Hooks(ordered, guard, ahead)

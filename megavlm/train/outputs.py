@@ -19,9 +19,8 @@ from megavlm.config.registry import registered, users_module
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback
-from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.samples import SamplesSink
-from megavlm.metrics.sinks import ExpertLoadsSink, JsonlSink, lost_steps
+from megavlm.metrics.sinks import ExpertLoadsSink, JsonlSink, ProgressLine, lost_steps
 from megavlm.metrics.tracker_clients import TensorBoardSink
 from megavlm.metrics.trackers import check_installed, trackers_of
 from megavlm.planner.auto import offload_memory_error

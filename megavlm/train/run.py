@@ -13,8 +13,7 @@ from megavlm.checkpoint.state import Position
 from megavlm.config.schema import Config
 from megavlm.data.loader import DataLoader
 from megavlm.data.source import HeldOutPrompt, Source
-from megavlm.metrics.progress import ProgressLine
-from megavlm.metrics.sinks import SkippedLog
+from megavlm.metrics.sinks import ProgressLine, SkippedLog
 from megavlm.resilience.lock import RunLock
 from megavlm.train.engine import Engine
 from megavlm.train.hooks.hook import Callbacks

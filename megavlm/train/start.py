@@ -13,11 +13,10 @@ from megavlm.checkpoint.folders import newest
 from megavlm.config.derived import device_queues, replica_size
 from megavlm.config.messages import several
 from megavlm.config.schema import Config
-from megavlm.planner.auto import complaint, device_of, explain, predict, verdict
+from megavlm.planner.auto import complaint, device_of, explain, predict, starting_line, verdict
 from megavlm.planner.hardware import profile
 from megavlm.planner.host_memory import host_line
 from megavlm.planner.memory import table as memory_table
-from megavlm.planner.start_time import starting_line
 from megavlm.resilience.signals import StopRequest
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve, start_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megavlm.checkpoint import folders
-from megavlm.metrics.tags import tag_of
+from megavlm.metrics.trackers import tag_of
 from megavlm.resilience.status import read_status
 from tests.support.pool import Pools
 from tests.support.training import SHALLOW, metrics
@@ -31,7 +31,7 @@ def test_a_callback_hears_of_a_run_in_order_and_resumes(pools: Pools, tmp_path: 
     assert diary(tmp_path)[-1] == ["stop", 3, "finished", None]
     assert [row[2] for row in diary(tmp_path) if row[0] == "step"] == [sorted(record) for record in metrics(tmp_path)]
     for name in set().union(*metrics(tmp_path)) - {"iteration", "time", "refused", "slow", "slowest_rank_phase"}:
-        assert not tag_of(name).startswith("other/"), f"megavlm/metrics/tags.py has no tag for {name}"
+        assert not tag_of(name).startswith("other/"), f"megavlm/metrics/trackers.py has no tag for {name}"
     pools(2).run(train_to_error, [*argv, "--train-iters", "4"], str(tmp_path))
     assert [entry[:2] for entry in diary(tmp_path)[len(kinds) :]][:3] == [["start", 3], ["begin", 4], ["step", 4]]
 

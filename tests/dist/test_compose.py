@@ -26,9 +26,8 @@ from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
 from megavlm.families import FAMILIES
 from megavlm.inference.assistant import Assistant
-from megavlm.programs import convert
+from megavlm.programs import chat, convert
 from megavlm.programs.evaluation import evaluate
-from megavlm.programs.inference import chat
 from megavlm.rules.load import from_yaml_file
 from tests.support import hf, tokenizers
 from tests.support.covering import fast_and_slow, slow

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megavlm.programs.doctor.world_problems import EXCHANGE, WORLD, world_problems
+from megavlm.programs.doctor.problems import EXCHANGE, WORLD, world_problems
 from tests.support.forked import PATIENCE, ROOT
 
 

@@ -70,7 +70,7 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
 )
 def test_an_export_embeds_as_training_does(pools, folder, tmp_path, pooling, whole, capsys):
     """`whole`: with sentence-transformers, too, whose import takes as long as the rest."""
-    from megavlm.programs.inference.embed import main
+    from megavlm.programs.embed import main
 
     argv, run_dir = flags(folder, pooling), tmp_path / "run"
     pools(2).run(train_composed, [*argv, *"--tp 2".split()], str(run_dir))
@@ -118,7 +118,7 @@ def test_an_export_of_composed_parts_embeds_as_training_does(pools, folder, tmp_
     from safetensors.torch import load_file
 
     from megavlm.programs.convert import main as convert
-    from megavlm.programs.inference.embed import main
+    from megavlm.programs.embed import main
 
     argv, run_dir, out = flags(folder, "mean", model=model), tmp_path / "run", tmp_path / "exported"
     argv += "--set model.objective.matryoshka_widths=[32] --temperature 0.2 --set model.vision.feature_layer=-3".split()
@@ -165,7 +165,7 @@ def check_sentence_transformers(export: Path, records: list[dict[str, Any]], ima
 
 
 def test_a_folder_that_does_not_embed_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from megavlm.programs.inference.embed import main
+    from megavlm.programs.embed import main
 
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     assert main([str(folder / "model"), str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]) == 2

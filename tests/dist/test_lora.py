@@ -19,8 +19,7 @@ from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.families import family_of
 from megavlm.inputs.batch import MicroBatch
-from megavlm.programs import convert
-from megavlm.programs.inference import chat
+from megavlm.programs import chat, convert
 from megavlm.rules.defaults import resolve
 from tests.support import hf
 from tests.support.covering import fast_and_slow, slow

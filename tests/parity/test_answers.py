@@ -21,9 +21,8 @@ from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Conversation, ImageRef, Role, Segment, Turn, VideoRef
 from megavlm.inference.assistant import Assistant, Sampling
 from megavlm.inference.folders import _data_options
-from megavlm.programs import preview
+from megavlm.programs import chat, preview
 from megavlm.programs.evaluation import evaluate
-from megavlm.programs.inference import chat
 from megavlm.train.generate import generate
 from tests.support import hf
 from tests.support.covering import slow

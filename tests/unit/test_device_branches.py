@@ -26,7 +26,7 @@ ASKED = {
     "rules/defaults.py": "the default that differs: tests/dist/test_gpu_defaults.py",
     "data/broadcast.py": "pins memory: tests/fake",
     "data/loader.py": "pins memory: tests/unit/pipeline/test_programs.py with stand-ins",
-    "programs/inference/options.py": "Transformers' device, or none: tests/parity/test_answers.py",
+    "programs/model_options.py": "Transformers' device, or none: tests/parity/test_answers.py",
     "inputs/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",
     "model/attention.py": "the size of a block: tests/unit/model/test_masks.py, several sizes",
     "model/delta_rule.py": "kernels in place of torch: tests/unit/model/test_delta_rule.py with stand-ins",

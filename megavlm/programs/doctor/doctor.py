@@ -71,8 +71,8 @@ def check_world(options: argparse.Namespace) -> int:
     import torch
 
     from megavlm.parallel.rendezvous import join
+    from megavlm.programs.doctor.problems import rows, world_problems
     from megavlm.programs.doctor.survey import Check, survey_world
-    from megavlm.programs.doctor.world_problems import rows, world_problems
 
     try:
         met = join(timedelta(seconds=options.timeout))

@@ -27,8 +27,7 @@ import torch.distributed as dist
 
 from megavlm.parallel.rendezvous import Meeting, of_all_ranks
 from megavlm.programs.doctor.machine import output_of, rates_of, times_of
-from megavlm.programs.doctor.problems import Problem
-from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey
+from megavlm.programs.doctor.problems import EXCHANGE, WITHIN, WORLD, Problem, Survey
 from megavlm.world import World
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "transformers")

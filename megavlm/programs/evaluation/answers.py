@@ -17,8 +17,8 @@ from megavlm.files import open_to_append, replace_file
 from megavlm.inference.assistant import Assistant, Sampling
 from megavlm.inputs.bad_sample import BadSample, Skipped, SkipSummary
 from megavlm.json_files import read_json
-from megavlm.programs.charts import duration
 from megavlm.programs.evaluation.task import Task
+from megavlm.programs.history import duration
 from megavlm.resilience.events import json_lines
 
 Work = Sequence[tuple[Task, int]]  # questions by task and number

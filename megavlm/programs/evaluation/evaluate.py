@@ -27,7 +27,7 @@ from megavlm.programs.evaluation.answers import AnswerFolder, ask, refuse_unread
 from megavlm.programs.evaluation.metrics import METRICS
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import Task, check_names, read_task, task_option
-from megavlm.programs.inference.options import add_model_options, assistant_of, sampling_of
+from megavlm.programs.model_options import add_model_options, assistant_of, sampling_of
 from megavlm.rules.extensions import without_extensions
 from megavlm.world import World, world_of
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from megavlm.command_line.commands import Parser, count, reported
-from megavlm.command_line.words import RUN_FLAGS
+from megavlm.command_line.configuration import configured
+from megavlm.command_line.words import known_flags
 from megavlm.errors import UserError
-from megavlm.programs.launch import kubernetes, local, slurm, vertex
-from megavlm.programs.launch.checks import add_check_options, pairs, read_profile
-from megavlm.programs.launch.job import add_agent_options
-from megavlm.rules.fields import options as training
+from megavlm.programs.launch import kubernetes, slurm, vertex
+from megavlm.programs.launch.checks import add_check_options, check_job, pairs, read_profile
+from megavlm.programs.launch.job import VARIABLE, Children, Command, Job, add_agent_options, agent, read_exit
 
 
 @reported("launch")
@@ -25,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.scheduler == "slurm":
             return slurm.launch(options, more, flags)
-        return {"vertex": vertex, "kubernetes": kubernetes, "local": local}[options.scheduler].launch(options, flags)
+        if options.scheduler == "local":
+            return _launch_here(options, flags)
+        return {"vertex": vertex, "kubernetes": kubernetes}[options.scheduler].launch(options, flags)
     except UserError as error:
         of_torchrun = r"start torchrun with --nproc-per-node \d+"
         if not re.search(of_torchrun, str(error)):
@@ -35,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
-    known = {*RUN_FLAGS, *(flag for option in training() for flag in (*option.flags, *option.negations))}
+    known = known_flags()
     if alien := [word for word in more if options.scheduler != "slurm" or word.partition("=")[0] in known]:
         raise UserError(f"{alien[0]} is no option of this program: flags of the run come after --")
     options.variables = {**read_profile(options.profile), **pairs("--env", getattr(options, "env", []))}
@@ -88,3 +93,40 @@ def _add_container_options(parser: argparse.ArgumentParser) -> None:
         help="Do not check the flags here: they name models or data that only the machines there have.",
     )
     add_agent_options(parser)
+
+
+def _launch_here(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
+    """Rehearse a cluster: run one torchrun per node on this machine, each with its own part of the GPUs, or print the
+    commands; return the exit status.
+    """
+    job = Job(given.nodes, given.gpus_per_node or 8, flags)
+    check_job(configured(flags, world=job.world), job, gpu=given.gpu, shared=True)
+    with tempfile.TemporaryDirectory() as folder:
+        exit_file = Path(folder) / "exit"
+        commands = _agents_here(job, port=_free_port(), exit_file=exit_file)
+        if given.dry_run:
+            print(*commands, sep="\n")
+            return 0
+        children = Children()
+        statuses = [each.wait() for each in [children.start(command) for command in commands]]
+        ended = read_exit(exit_file)
+    return ended if ended is not None else int(any(statuses))
+
+
+def _agents_here(job: Job, *, port: int, exit_file: Path) -> tuple[Command, ...]:
+    """Return the torchrun command of each node, in the order of the nodes; all torchruns meet at `port`."""
+    commands = []
+    for node in range(job.nodes):
+        command = agent(job, node, address="127.0.0.1", port=port)
+        variables = {**command.environment, VARIABLE: str(exit_file)}
+        if job.nodes > 1:
+            own = range(node * job.processes, (node + 1) * job.processes)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own))
+        commands.append(Command(command.words, variables))
+    return tuple(commands)
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]

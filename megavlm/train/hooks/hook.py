@@ -33,7 +33,7 @@ class RankHook(StepHook[Step]):
     """A hook that every rank has, so that its methods may communicate.
 
     Per step, the order is `on_step_begin`, the step itself, which calls `judge`, then `measure`, `on_step_end` and
-    `ends`. Each method is called on all hooks before the next method. `order.py` lists the hooks.
+    `ends`. Each method is called on all hooks before the next method. `loop.hooks_of` lists the hooks.
     """
 
     def begin(self) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from megavlm.command_line.parsing import parse
 from megavlm.metrics.callback import Callback, Generation, Samples, Start, StepEnd, Stop
-from megavlm.metrics.progress import ProgressLine, duration
 from megavlm.metrics.samples import MOST_MOMENTS, Question, SamplesSink, changes, samples_page
+from megavlm.metrics.sinks import ProgressLine, duration
 from megavlm.metrics.trackers import Background
 from tests.support.html import told
 

@@ -21,8 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback, Generation, Samples, StepEnd, Stop
 from megavlm.metrics.sinks import JsonlSink, kept_lines, lost_steps
-from megavlm.metrics.tags import tagged
 from megavlm.metrics.tracker_clients import TensorBoardSink
+from megavlm.metrics.trackers import tagged
 from megavlm.resilience import events
 from megavlm.resilience.phases import Phases
 from megavlm.train.hooks.hook import Callbacks

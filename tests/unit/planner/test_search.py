@@ -22,7 +22,7 @@ from megavlm.config.optimizer_schema import newton_schulz_flops
 from megavlm.config.schema import AudioConfig, Config, DataConfig, ModelConfig, VisionConfig
 from megavlm.families import PUBLISHED, published_model
 from megavlm.optim.codes import Coded
-from megavlm.planner.auto import offload_memory_error, planned, predict
+from megavlm.planner.auto import offload_memory_error, planned, predict, start_estimate
 from megavlm.planner.candidates import Space, candidates, with_offload
 from megavlm.planner.cost import coded_bytes, gradient_seconds, host_update_seconds, layer_seconds, optimizer_seconds
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator
@@ -32,7 +32,6 @@ from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import kept_bytes, matrix_bytes, matrix_seconds, model_state_bytes, rank_memory
 from megavlm.planner.report import reasons, report, ties
 from megavlm.planner.search import search
-from megavlm.planner.start_time import start_estimate
 from megavlm.planner.step_time import encoder_layers
 from megavlm.programs import plan
 from megavlm.resilience.phases import PARTS

@@ -33,7 +33,7 @@ from megavlm.planner import auto
 from megavlm.planner.devices import MACHINES, PEAKS, find_machine, peak_tflops
 from megavlm.planner.hardware import PROFILES, profile, profile_of_device
 from megavlm.planner.memory import Memory
-from megavlm.programs import plan, plan_costs
+from megavlm.programs import plan
 from megavlm.rules.defaults import resolve
 from tests.support.pipelines import SHAPES
 
@@ -225,7 +225,7 @@ def cost_lines(steps: int | None, step_seconds: float, tokens_per_second: float,
     saves = {"stall_seconds": 2.0, "restart_seconds": 300.0}
     given = Namespace(train_iters=steps, samples=None, config=None, gpus=32, **{**prices, **saves, **options})
     best = Namespace(tokens_per_second=tokens_per_second, step=Namespace(seconds=step_seconds))
-    return list(plan_costs.costs(given, Config(), best, A3))  # type: ignore[arg-type]
+    return list(plan.costs(given, Config(), best, A3))  # type: ignore[arg-type]
 
 
 def test_a_bill_is_hours_times_dollars_and_grows_with_preemptions():
@@ -252,7 +252,7 @@ def test_without_a_rate_of_preemptions_spot_machines_have_no_price():
     assert "--preemptions-per-day" in lines[2]
     assert find_machine("a3-megagpu-7g") is None
     with pytest.raises(UserError, match="--gpus 12 is no multiple of the 8 GPUs"):
-        plan_costs.machines_for(12, A3)
+        plan.machines_for(12, A3)
 
 
 TINY = "--config {file} --gpus 8 --precision fp32".split()

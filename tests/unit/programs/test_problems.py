@@ -21,9 +21,8 @@ from megavlm.errors import UserError
 from megavlm.planner.hardware import PROFILES
 from megavlm.programs.doctor.doctor import as_text, rows_of
 from megavlm.programs.doctor.machine import GPU, Facts, Package, Rate
-from megavlm.programs.doctor.problems import needs, problems
+from megavlm.programs.doctor.problems import EXCHANGE, WITHIN, WORLD, Survey, needs, problems, rows, world_problems
 from megavlm.programs.doctor.survey import rounds, speeds_of
-from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey, rows, world_problems
 from megavlm.programs.main import COMMANDS
 from megavlm.programs.train import train
 from tests.support.data_files import write_tokenizer

@@ -21,7 +21,6 @@ from megavlm.inputs.patches import patchify
 from megavlm.metrics.callback import StepEnd, Stop
 from megavlm.metrics.sinks import FILE, ExpertLoadsSink
 from megavlm.programs import report
-from megavlm.programs.charts import Line, chart
 from megavlm.programs.evaluation.metrics import (
     anls,
     chosen_letter,
@@ -35,7 +34,7 @@ from megavlm.programs.evaluation.metrics import (
 from megavlm.programs.evaluation.scores import bootstrap, wilson
 from megavlm.programs.prepare import main as prepare
 from megavlm.programs.preview import _image, main, marked, page, skipped_samples
-from megavlm.programs.report import differing, read_run
+from megavlm.programs.report import Line, chart, differing, read_run
 from megavlm.rules.load import to_yaml
 from tests.support.data_files import record, sources_of, write_all
 from tests.support.html import told

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from megavlm.errors import BadNumbers, UserError
 from megavlm.programs import goodput
-from megavlm.programs.charts import duration
 from megavlm.programs.goodput import recoveries_of
 from megavlm.programs.history import (
     CAUSES,
@@ -34,6 +33,7 @@ from megavlm.programs.history import (
     START,
     TRAINING,
     VALIDATION,
+    duration,
     history_of,
 )  # fmt: skip
 from megavlm.programs.history import (

@@ -31,8 +31,8 @@ from megavlm.train.build_source import vocab_size_of
 from megavlm.train.calibration import TimedLayer, fit, predicted
 from megavlm.train.hooks.device_checks import checksum, minority
 from megavlm.train.hooks.hook import RankHook
-from megavlm.train.hooks.order import Hooks
 from megavlm.train.hooks.step_guard import DataPlace, standing_out
+from megavlm.train.loop import Hooks
 from megavlm.train.run_dir import make_run_dir
 from tests.support.data_files import write_tokenizer
 

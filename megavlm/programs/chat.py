@@ -11,7 +11,7 @@ from megavlm.errors import UserError
 from megavlm.inference.assistant import Talk
 from megavlm.inference.folders import model_folder
 from megavlm.inputs.bad_sample import BadSample
-from megavlm.programs.inference.options import add_model_options, assistant_of, sampling_of
+from megavlm.programs.model_options import add_model_options, assistant_of, sampling_of
 from megavlm.rules.extensions import without_extensions
 
 _KINDS = ("image", "video", "audio")

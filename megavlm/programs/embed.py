@@ -25,7 +25,7 @@ from megavlm.errors import UserError
 from megavlm.files import check_folder, open_new, replace_file
 from megavlm.inference.embedder import Embedder
 from megavlm.inference.folders import model_folder
-from megavlm.programs.inference.options import add_folder_options, device_of
+from megavlm.programs.model_options import add_folder_options, device_of
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.fields import record_of_word
 

@@ -1,1 +1,0 @@
-"""Chat with a trained model, or embed texts and images, from its exported or Hugging Face folder."""
