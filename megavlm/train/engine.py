@@ -27,31 +27,6 @@ from megavlm.resilience.phases import COMMUNICATION, OPTIMIZER, OTHER
 from megavlm.train.step_result import StepResult, sum_over_ranks, update_biases
 
 
-@dataclass(frozen=True)
-class Histories:
-    """Copies of the FP8 histories of delayed scaling; empty without delayed scaling."""
-
-    chunks: Sequence[Any]
-    kept: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, chunks: Sequence[Any]) -> Histories:
-        """Copy the current histories in one kernel launch."""
-        found = _histories(chunks)
-        copies = [torch.empty_like(each) for each in found.values()]
-        if copies:
-            torch._foreach_copy_(copies, list(found.values()))
-        return cls(chunks, dict(zip(found, copies, strict=True)))
-
-    def restore(self) -> None:
-        """Set the histories to the copies; set histories created since to their initial values."""
-        for name, tensor in _histories(self.chunks).items():
-            if name in self.kept:
-                tensor.copy_(self.kept[name])
-            else:
-                tensor.fill_(1.0 if name.endswith(".scale") else 0.0)
-
-
 def _histories(chunks: Sequence[Any]) -> dict[str, Tensor]:
     """Return the histories' tensors by name; modules are searched only with delayed scaling."""
     scaled = [chunk for chunk in chunks if history_of(getattr(chunk, "module", chunk).run_config) is not None]
@@ -62,21 +37,32 @@ def _histories(chunks: Sequence[Any]) -> dict[str, Tensor]:
 class StateBeforeStep:
     """Random states, FP8 histories, and fp16's loss scale with its counters; copying does not wait for the device."""
 
+    chunks: Sequence[Any]
     random: dict[str, Any]
-    histories: Histories
+    histories: dict[str, Tensor]  # of delayed scaling
     scalers: list[tuple[Any, dict[str, Any]]]
 
     @classmethod
     def of(cls, chunks: Sequence[Any], optimizer: Any) -> StateBeforeStep:
-        """Return a copy of the current state."""
+        """Return a copy of the current state; histories are copied in one kernel launch."""
+        histories = _histories(chunks)
+        copies = [torch.empty_like(each) for each in histories.values()]
+        if copies:
+            torch._foreach_copy_(copies, list(histories.values()))
         found = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
         scalers = [(scaler, scaler.state_dict()) for scaler in found if scaler is not None]
-        return cls(random_states(), Histories.of(chunks), scalers)
+        return cls(chunks, random_states(), dict(zip(histories, copies, strict=True)), scalers)
 
     def restore(self) -> None:
-        """Set the random generators, the histories and the loss scale to the kept state."""
+        """Set the random generators, the histories and the loss scale to the kept state; histories that were created
+        since get their initial values.
+        """
         set_random_states(self.random)
-        self.histories.restore()
+        for name, tensor in _histories(self.chunks).items():
+            if name in self.histories:
+                tensor.copy_(self.histories[name])
+            else:
+                tensor.fill_(1.0 if name.endswith(".scale") else 0.0)
         for scaler, state in self.scalers:
             scaler.load_state_dict(state)
 
