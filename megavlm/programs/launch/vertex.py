@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,27 +31,11 @@ class VertexMachine:
     name: str
     accelerator: str
     count: int
-    profiles: tuple[str, ...] = ("ethernet",)  # files of launch/profiles that fit the machine's network
+    profiles: Sequence[str] = ("ethernet",)  # files of launch/profiles that fit the machine's network
 
 
-def _series(pattern: str, accelerator: str, counts: tuple[int, ...]) -> list[VertexMachine]:
-    return [VertexMachine(pattern.format(count), accelerator, count) for count in counts]
-
-
-_ALL = (
-    *_series("a2-highgpu-{}g", "NVIDIA_TESLA_A100", (1, 2, 4, 8)),
-    VertexMachine("a2-megagpu-16g", "NVIDIA_TESLA_A100", 16),
-    *_series("a2-ultragpu-{}g", "NVIDIA_A100_80GB", (1, 2, 4, 8)),
-    *_series("a3-highgpu-{}g", "NVIDIA_H100_80GB", (1, 2, 4)),
-    VertexMachine("a3-highgpu-8g", "NVIDIA_H100_80GB", 8, ("gcp-tcpx", "ethernet")),
-    VertexMachine("a3-megagpu-8g", "NVIDIA_H100_MEGA_80GB", 8, ("gcp-tcpxo", "ethernet")),
-    VertexMachine("a3-ultragpu-8g", "NVIDIA_H200_141GB", 8, ("gcp-rdma", "ethernet")),
-    VertexMachine("a4-highgpu-8g", "NVIDIA_B200", 8, ("gcp-rdma", "ethernet")),
-    *(VertexMachine(f"g2-standard-{cores}", "NVIDIA_L4", 1) for cores in (4, 8, 12, 16, 32)),
-    *(VertexMachine(f"g2-standard-{cores}", "NVIDIA_L4", count) for cores, count in ((24, 2), (48, 4), (96, 8))),
-    *(VertexMachine(f"g4-standard-{48 * count}", "NVIDIA_RTX_PRO_6000", count) for count in (1, 2, 4, 8)),
-)
-MACHINES = {machine.name: machine for machine in _ALL}
+_FILE = Path(__file__).with_name("vertex.toml")
+MACHINES = {name: VertexMachine(name, **row) for name, row in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
