@@ -34,26 +34,7 @@ _TEMPLATE = "chat_template.jinja"
 _IMAGES, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
 _OF_OTHERS = ("chat_template.json", "video_preprocessor_config.json")
 # Joins the parts of each message for a template that takes texts, in the same way as `ChatFormat` does in training.
-_IN_PARTS = """\
-{%- set flat = namespace(messages=[]) -%}
-{%- for message in messages -%}
-{%- set said = namespace(text='', image=false) -%}
-{%- if message.content is string -%}
-{%- set said.text = message.content -%}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}
-{%- set said.text = said.text + IMAGE -%}
-{%- else -%}
-{%- set said.text = said.text + ('\\n' if said.image and part.text[:1].strip() else '') + part.text -%}
-{%- endif -%}
-{%- set said.image = part.type == 'image' -%}
-{%- endfor -%}
-{%- endif -%}
-{%- set flat.messages = flat.messages + [dict(message, content=said.text)] -%}
-{%- endfor -%}
-{%- set messages = flat.messages -%}
-"""
+_IN_PARTS = Path(__file__).with_name("in_parts.jinja")
 _CHANNELS = ("num_channels", "in_channels", "in_chans")  # of a config.json's vision_config
 _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
 
@@ -200,7 +181,7 @@ def _for_parts(source: str, tokenizer: HuggingFaceTokenizer) -> str | None:
         return None
     if in_parts and written == tokenizer.image_text:
         return source
-    return _IN_PARTS.replace("IMAGE", json.dumps(tokenizer.image_text)) + source
+    return _IN_PARTS.read_text(encoding="utf-8").replace("IMAGE", json.dumps(tokenizer.image_text)) + source
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:

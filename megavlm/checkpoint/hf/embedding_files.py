@@ -18,11 +18,8 @@ from megavlm.json_files import check, read_json, whole
 _TOKENIZER = "tokenizer.json"
 _TEMPLATE = "TemplateProcessing"
 _POOLING = {"last": "lasttoken", "mean": "mean"}  # the names of Sentence Transformers
-_MODULES = (
-    ("", "sentence_transformers.base.modules.transformer.Transformer"),
-    ("1_Pooling", "sentence_transformers.sentence_transformer.modules.pooling.Pooling"),
-    ("2_Normalize", "sentence_transformers.base.modules.normalize.Normalize"),
-)
+# Files of a Sentence Transformers pipeline that are the same for all models, by name.
+_PIPELINE = Path(__file__).with_name("sentence_transformers.json")
 FILE = "megavlm_embedding.json"
 _OPTIONS = ("pooling", "query_prefix", "document_prefix", "matryoshka_widths")
 PARTS_FILE = "megavlm_parts.json"
@@ -90,25 +87,14 @@ def read_embedding_file(folder: Path) -> ModelConfig:
 
 def write_sentence_transformers_files(folder: Path, options: ObjectiveConfig, *, width: int) -> None:
     """Write a Sentence Transformers pipeline of model, pooling and normalisation, with the prefixes as its prompts."""
-    states = {"method": "forward", "method_output_name": "last_hidden_state"}
     files: dict[str, Any] = {
-        "modules.json": [
-            {"idx": number, "name": str(number), "path": path, "type": kind}
-            for number, (path, kind) in enumerate(_MODULES)
-        ],
-        "sentence_bert_config.json": {
-            "transformer_task": "feature-extraction",
-            "modality_config": {"text": states, "image+text": states},
-            "module_output_name": "token_embeddings",
-            "unpad_inputs": False,
-        },
+        **read_json(_PIPELINE),
         "config_sentence_transformers.json": {
             "model_type": "SentenceTransformer",
             "prompts": {"query": options.query_prefix, "document": options.document_prefix},
             "similarity_fn_name": "cosine",
         },
         "1_Pooling/config.json": {"embedding_dimension": width, "pooling_mode": _POOLING[options.pooling]},
-        "2_Normalize/config.json": {},
     }
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
