@@ -35,8 +35,7 @@ from megavlm.planner.auto import predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.collectives import Group, group_of, ring
 from megavlm.planner.cost import coded_bytes, layer_seconds
-from megavlm.planner.devices import MACHINES, SHEETS
-from megavlm.planner.hardware import PROFILES, Hardware, Link, profile
+from megavlm.planner.hardware import MACHINES, PROFILES, SHEETS, Hardware, Link, profile
 from megavlm.planner.search import search
 from megavlm.planner.step_time import StepEstimate
 from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob

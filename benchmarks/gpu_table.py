@@ -10,7 +10,7 @@ from typing import Any
 from gpu_sides import AUTOCAST, COMPILED, OURS, OURS_FILES, OURS_FP8, PURE, PURE_FILES, SINGLE
 from gpu_workers import Answer
 
-from megavlm.planner.devices import peak_tflops
+from megavlm.planner.hardware import peak_tflops
 
 GIB = 2**30
 _AGAINST = (AUTOCAST, COMPILED, PURE, SINGLE[0])

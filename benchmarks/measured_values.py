@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from megavlm.planner.devices import peak_tflops
+from megavlm.planner.hardware import peak_tflops
 
 Value = Callable[[dict[str, Any]], float | None]
 FROZEN = "PP2, frozen encoder, two micro-batches"

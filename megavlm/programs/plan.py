@@ -22,9 +22,8 @@ from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
 from megavlm.files import write_out
 from megavlm.planner.candidates import Space
-from megavlm.planner.devices import MACHINES, Machine, find_machine
 from megavlm.planner.evaluator import Estimate
-from megavlm.planner.hardware import PROFILES, profile
+from megavlm.planner.hardware import MACHINES, PROFILES, Machine, find_machine, profile
 from megavlm.planner.report import report
 from megavlm.planner.search import check_images, search
 from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob

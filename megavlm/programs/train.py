@@ -16,8 +16,8 @@ from megavlm.errors import BadNumbers, RankError, Stopped, UserError
 from megavlm.programs.history import moment_of
 from megavlm.programs.launch.job import note_cause, note_exit
 from megavlm.programs.main import survive_lost_output
+from megavlm.resilience.events import STOPPED, read_status, wait_as_spare
 from megavlm.resilience.signals import listen, under_torchrun
-from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
 from megavlm.train.start import dry_run, start
 from megavlm.world import World, world_of
 

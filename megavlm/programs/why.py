@@ -16,9 +16,8 @@ from megavlm.program import program
 from megavlm.programs import history
 from megavlm.programs.history import NOTABLE, History, moment_of, number, past_of, records_of
 from megavlm.resilience import phases
-from megavlm.resilience.events import events
+from megavlm.resilience.events import events, read_status
 from megavlm.resilience.lock import silent_since
-from megavlm.resilience.status import read_status
 
 _LEAST = 0.02  # smaller shares of the time are not reported
 

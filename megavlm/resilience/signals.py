@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Literal
 
 from megavlm.program import started_as
-from megavlm.resilience.status import STOPPED
+from megavlm.resilience.events import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGTERM may come after them

@@ -28,9 +28,9 @@ from typing import Any
 
 from megavlm.files import open_new, replace_file
 from megavlm.resilience import events
+from megavlm.resilience.events import HUNG, write_status
 from megavlm.resilience.hang_reports import Limits, Report, culprit, is_silent, sentence
 from megavlm.resilience.phases import END, Phases
-from megavlm.resilience.status import HUNG, write_status
 
 INTERVAL = 5.0  # seconds between reports, at least
 MOST_REPORTS = 900  # of all ranks in a second: one store serves them, on a processor of rank 0's host

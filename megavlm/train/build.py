@@ -30,9 +30,9 @@ from megavlm.model.vlm import HoldsWeights
 from megavlm.parallel.groups import Groups, build_groups
 from megavlm.parallel.rendezvous import barrier, from_rank_0, meet, on_rank_0, start
 from megavlm.precision.device import check_device
+from megavlm.resilience.events import note_failure
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import START, Phases, StartTimes
-from megavlm.resilience.status import note_failure
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve, with_device_defaults
 from megavlm.train.build_engine import WeightInit, build_engine

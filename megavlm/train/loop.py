@@ -22,10 +22,10 @@ from megavlm.backend.accelerator import peak_memory, profiler_range
 from megavlm.data.types import StepData
 from megavlm.errors import Stopped, UserError
 from megavlm.metrics.callback import Value
-from megavlm.planner.devices import peak_tflops
+from megavlm.planner.hardware import peak_tflops
 from megavlm.resilience import events
+from megavlm.resilience.events import State, note_failure, write_status
 from megavlm.resilience.signals import StopRequest
-from megavlm.resilience.status import State, note_failure, write_status
 from megavlm.train.hooks.device_checks import DeviceChecks
 from megavlm.train.hooks.held_out import SamplesHook, ValidationHook, final_evaluation
 from megavlm.train.hooks.hook import RankHook, Step

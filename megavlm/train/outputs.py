@@ -26,7 +26,7 @@ from megavlm.metrics.trackers import check_installed, trackers_of
 from megavlm.planner.auto import offload_memory_error
 from megavlm.precision.device import device_at_hand
 from megavlm.resilience import events
-from megavlm.resilience.status import write_status
+from megavlm.resilience.events import write_status
 from megavlm.rules.defaults import start_table, starts_from_weights
 
 _METRICS = "metrics.jsonl"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megavlm.checkpoint import folders
 from megavlm.metrics.trackers import tag_of
-from megavlm.resilience.status import read_status
+from megavlm.resilience.events import read_status
 from tests.support.pool import Pools
 from tests.support.training import SHALLOW, metrics
 from tests.support.user_callbacks import diary, train_to_error

@@ -16,8 +16,7 @@ from megavlm.programs.sweep import sweep
 from megavlm.programs.sweep.grid import read_grid, variants_of
 from megavlm.programs.sweep.sweep import results
 from megavlm.programs.sweep.training import state_of
-from megavlm.resilience.events import events, record
-from megavlm.resilience.status import read_status
+from megavlm.resilience.events import events, read_status, record
 from tests.support.cluster import GPUS, NODES, Cluster, Job, needs_cluster
 from tests.support.forked import PATIENCE, ROOT
 from tests.support.torchrun import WITHOUT_END, Lasting, last_iteration

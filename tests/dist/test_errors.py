@@ -16,8 +16,7 @@ import torch
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import write_manifest
-from megavlm.resilience.events import events
-from megavlm.resilience.status import read_status
+from megavlm.resilience.events import events, read_status
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.manifests import write_sums
 from tests.support.pool import Pools

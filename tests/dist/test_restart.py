@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from megavlm.checkpoint import folders
-from megavlm.resilience.events import events
-from megavlm.resilience.status import STOPPED, read_status
+from megavlm.resilience.events import STOPPED, events, read_status
 from tests.support.data_files import sources_of, write_all
 from tests.support.forked import start_program, status_of
 from tests.support.replicas import free_ports

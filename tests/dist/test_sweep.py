@@ -15,7 +15,7 @@ import yaml
 from megavlm.programs.sweep.grid import read_grid, variants_of
 from megavlm.programs.sweep.sweep import results
 from megavlm.programs.sweep.training import state_of
-from megavlm.resilience.status import STOPPED
+from megavlm.resilience.events import STOPPED
 from tests.support.forked import PATIENCE, ROOT
 from tests.support.torchrun import TINY, last_iteration
 from tests.support.training import metrics, train, without_wall_time

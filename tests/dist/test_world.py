@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.resilience.events import read_status
 from megavlm.resilience.signals import STOPPED
-from megavlm.resilience.status import read_status
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.replicas import free_ports
 from tests.support.torchrun import TINY, Launched, last_iteration

@@ -115,7 +115,7 @@ def test_peak_memory_is_as_predicted(world: Any) -> None:
 
 
 def test_a_run_reports_its_share_of_the_peak(world: Any, tmp_path: Path) -> None:
-    from megavlm.planner.devices import peaks_of
+    from megavlm.planner.hardware import peaks_of
 
     if peaks_of(world.name) is None:
         pytest.skip(f"the peak of {world.name} is not known")

@@ -21,8 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megavlm.planner.devices import peak_tflops
-from megavlm.planner.hardware import profile_of_device
+from megavlm.planner.hardware import peak_tflops, profile_of_device
 
 # Optional packages that are not in pyproject.toml.
 OTHERS = ("apex", "flash-attn", "triton")

@@ -30,7 +30,7 @@ from megavlm.errors import UserError
 from megavlm.programs.launch.attempt import Account, Decision, End, end_of
 from megavlm.programs.launch.job import VARIABLE, Children, Command, Job, add_agent_options, agent, read_exit
 from megavlm.programs.launch.meeting import Guest, MachinePart, MeetingHost, Parts
-from megavlm.resilience.status import STOPPED
+from megavlm.resilience.events import STOPPED
 from megavlm.world import Node, node_of
 
 JOB = "MEGAVLM_JOB"  # name of the job, the same for all its attempts and different for every other job

@@ -23,8 +23,8 @@ from megavlm.programs.doctor.machine import output_of
 from megavlm.programs.launch import slurm
 from megavlm.programs.launch.job import Children, Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant
+from megavlm.resilience.events import STOPPED, read_status
 from megavlm.resilience.lock import silent_since
-from megavlm.resilience.status import STOPPED, read_status
 
 State = Literal["to do", "running", "stopped", "failed", "finished"]
 _FILE = "sweep.json"

@@ -14,8 +14,8 @@ from megavlm.checkpoint.saving import SaveReport
 from megavlm.errors import BadNumbers, UserError
 from megavlm.metrics.callback import Saved, Value
 from megavlm.resilience import events
+from megavlm.resilience.events import write_status
 from megavlm.resilience.phases import SAVE
-from megavlm.resilience.status import write_status
 from megavlm.train.hooks.hook import RankHook, Step
 from megavlm.train.hooks.step_guard import StepGuard
 from megavlm.train.hooks.stops import Stops, Tally, TooManySkipped

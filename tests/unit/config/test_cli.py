@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from megavlm.command_line.parsing import parse
-from megavlm.command_line.recipes import RECIPES
+from megavlm.command_line.parsing import RECIPES, parse
 from megavlm.command_line.words import RUN_FLAGS, unexpected
 from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.registry import Sections, registered

@@ -14,8 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megavlm.checkpoint.begun import as_begun, changed_options
-from megavlm.command_line.parsing import _without_others, parse
-from megavlm.command_line.recipes import recipe
+from megavlm.command_line.parsing import _without_others, parse, recipe
 from megavlm.config.optimizer_schema import newton_schulz_flops
 from megavlm.config.schema import Config, DatasetConfig, OptimizerConfig, TrainConfig
 from megavlm.errors import UserError

@@ -30,8 +30,7 @@ from megavlm.arch.schedules import (
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.planner import auto
-from megavlm.planner.devices import MACHINES, PEAKS, find_machine, peak_tflops
-from megavlm.planner.hardware import PROFILES, profile, profile_of_device
+from megavlm.planner.hardware import MACHINES, PEAKS, PROFILES, find_machine, peak_tflops, profile, profile_of_device
 from megavlm.planner.memory import Memory
 from megavlm.programs import plan
 from megavlm.rules.defaults import resolve

@@ -16,7 +16,7 @@ from megavlm.programs.sweep import sweep, training
 from megavlm.programs.sweep.grid import Grid, Variant, read_grid, variants_of
 from megavlm.programs.sweep.sweep import results
 from megavlm.programs.sweep.training import note_flags, run_dir_of, state_of, to_train
-from megavlm.resilience.status import write_status
+from megavlm.resilience.events import write_status
 
 FLAGS = "--recipe demo --train-iters 4"
 

@@ -41,8 +41,7 @@ from megavlm.programs.history import (
 )
 from megavlm.programs.train import refuse_retry
 from megavlm.programs.why import Finding, findings, main, start_line
-from megavlm.resilience.events import KINDS
-from megavlm.resilience.status import note_failure, write_status
+from megavlm.resilience.events import KINDS, note_failure, write_status
 
 BEGIN = datetime(2026, 11, 22, tzinfo=UTC)
 

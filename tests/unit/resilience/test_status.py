@@ -20,13 +20,22 @@ import pytest
 
 from megavlm.command_line.parsing import parse
 from megavlm.errors import BadNumbers, Stopped, UserError
-from megavlm.resilience import lock, signals, status
+from megavlm.resilience import lock, signals
 from megavlm.resilience.bad_steps import LEAST, WINDOW, BadSteps, iterations
-from megavlm.resilience.events import FILE, KINDS, events, record
+from megavlm.resilience.events import (
+    FILE,
+    KINDS,
+    STOPPED,
+    events,
+    note_failure,
+    read_status,
+    record,
+    wait_as_spare,
+    write_status,
+)
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import STARTING, StartTimes, unfinished
 from megavlm.resilience.signals import SIGNALS, how_it_ended, listen
-from megavlm.resilience.status import STOPPED, note_failure, read_status, wait_as_spare, write_status
 from megavlm.rules.check import usable_world
 from tests.support.training import SMALL
 
@@ -84,7 +93,7 @@ def test_as_many_ranks_train_as_can(flags: str, launched: int, used: int):
 
 @pytest.mark.parametrize(("state", "raised"), [("finished", None), ("stopped", Stopped), ("failed", SystemExit)])
 def test_a_spare_rank_ends_with_the_run_and_not_with_an_earlier_one(state, raised, tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "_PAUSE", 0.01)
+    monkeypatch.setattr("megavlm.resilience.events._PAUSE", 0.01)
     write_status(tmp_path, state, iteration=3)
     ended: list[BaseException | None] = []
 

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megavlm.resilience.events import events
+from megavlm.resilience.events import HUNG, events
 from megavlm.resilience.hang_reports import DOOMED, FIRST_STEP, Limits, Report, SlowEvents, culprit, sentence, spread
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, END, OTHER, SAVE, START, VALIDATION, Phases
-from megavlm.resilience.status import HUNG
 from megavlm.resilience.watchdog import RunMember, Watchdog, seconds_between_reports
 
 

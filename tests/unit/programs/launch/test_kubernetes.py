@@ -13,7 +13,7 @@ from megavlm.programs.launch import node
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.kubernetes import complaints, objects
 from megavlm.programs.launch.launch import main
-from megavlm.resilience.status import STOPPED
+from megavlm.resilience.events import STOPPED
 from megavlm.world import Node, node_of
 from tests.support.cloud import changed, kubernetes_options, needs_cloud_tools, validated_by_kubernetes
 from tests.support.forked import ROOT
