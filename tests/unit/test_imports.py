@@ -73,7 +73,7 @@ OPTIONAL = (
 )
 OF_A_MODULE = re.compile(r"megavlm(\.\w+)+(:\w+)?")  # "package.module:name" names what is in it
 TORCH_BY_NAME = ("megavlm.arch.connectors",)  # declarations of extensions say so where their torch half is
-REACHED = 220  # modules that train/loop.py reaches
+REACHED = 219  # modules that train/loop.py reaches
 IMPORTERS = ("import_module", "importlib.import_module", "__import__")
 RUNS_CODE = ("pickle", "cloudpickle", "dill", "shelve", "marshal")  # reading these formats runs what they say
 
@@ -314,7 +314,7 @@ def test_the_tests_keep_their_rules() -> None:
 
 
 # How many modules of the trainer programs import, and how many names of them: they may only fall.
-SURFACE = {"modules": 62, "names": 132}
+SURFACE = {"modules": 60, "names": 132}
 
 
 def test_programs_use_few_names_of_the_trainer() -> None:
