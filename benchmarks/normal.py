@@ -40,7 +40,6 @@ from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrai
 from megavlm.config.schema import Config
 from megavlm.data.types import Sample
 from megavlm.inputs.batch import MicroBatch
-from megavlm.train.loop import close
 from tests.support import hf
 from tests.support.gates import LAYOUTS
 from tests.support.pool import Pools
@@ -152,28 +151,28 @@ def of_megavlm(pools: Pools, tiny: Tiny, case: Case) -> Steps:
 def _on_rank(tiny: Tiny, case: Case) -> Steps:
     argv = f"--init-from {tiny.folder} --seq-length {hf.LENGTH} --mbs {len(tiny.images[0])} --gbs 8 --no-save"
     argv = f"{argv} --images-per-sample 0 --no-tensorboard {hf.ADAMW} {STILL} {case.flags}"
-    made, found = started(argv.split(), str(tiny.folder / "run"), with_pretrained_model), Steps()
-    engine, groups = made.engine, made.engine.groups
-    for draw in range(tiny.draws):
-        batches: dict[tuple[int, int], MicroBatch] = {}  # by micro-batch and the place of its first sample
-        for number, samples in enumerate(tiny.samples(made.config, draw)):
-            rows = [samples] if case.rows == "packed" else [[sample] for sample in samples]
-            parts = [[row] for row in rows] if case.rows == "micro-batches of one" else [rows]
-            batches |= {(number, place): hf.batch_of_rows(made.config, part) for place, part in enumerate(parts)}
-        mine = dict(list(batches.items())[groups.coords.dp :: groups.dims.dp])
-        given = list(mine.values())
-        # Context-parallel ranks have no whole rows, and shards of ZeRO-3 are gathered in training steps alone.
-        whole = groups.dims.cp == 1 and "full" not in case.flags
-        logits = engine.schedule.logits(given) if whole else []
-        if logits and groups.coords.pp == groups.dims.pp - 1:
-            for ((number, first), batch), each in zip(mine.items(), logits, strict=True):
-                for place, own in enumerate(by_sample(batch, each), first):
-                    found.logits[draw, number, place] = own
-        colocated = engine.schedule.colocated
-        result = engine.train_step(given if colocated is None else colocated.with_own_images(given))
-        found.losses.append(result.loss)
-        found.norms.append(result.grad_norm)
-    close(made)
+    found = Steps()
+    with started(argv.split(), str(tiny.folder / "run"), with_pretrained_model) as made:
+        engine, groups = made.engine, made.engine.groups
+        for draw in range(tiny.draws):
+            batches: dict[tuple[int, int], MicroBatch] = {}  # by micro-batch and the place of its first sample
+            for number, samples in enumerate(tiny.samples(made.config, draw)):
+                rows = [samples] if case.rows == "packed" else [[sample] for sample in samples]
+                parts = [[row] for row in rows] if case.rows == "micro-batches of one" else [rows]
+                batches |= {(number, place): hf.batch_of_rows(made.config, part) for place, part in enumerate(parts)}
+            mine = dict(list(batches.items())[groups.coords.dp :: groups.dims.dp])
+            given = list(mine.values())
+            # Context-parallel ranks have no whole rows, and shards of ZeRO-3 are gathered in training steps alone.
+            whole = groups.dims.cp == 1 and "full" not in case.flags
+            logits = engine.schedule.logits(given) if whole else []
+            if logits and groups.coords.pp == groups.dims.pp - 1:
+                for ((number, first), batch), each in zip(mine.items(), logits, strict=True):
+                    for place, own in enumerate(by_sample(batch, each), first):
+                        found.logits[draw, number, place] = own
+            colocated = engine.schedule.colocated
+            result = engine.train_step(given if colocated is None else colocated.with_own_images(given))
+            found.losses.append(result.loss)
+            found.norms.append(result.grad_norm)
     return found
 
 
@@ -250,13 +249,11 @@ def drift(pools: Pools, root: Path, steps: int) -> dict[str, Any]:
 
 def _plain_loop(argv: Sequence[str], folder: Path, steps: int, bf16: bool) -> list[float]:
     """Return the losses of Transformers' model with torch's AdamW on the micro-batches of a run."""
-    made = started(argv, str(folder / f"run{bf16}"), with_pretrained_model)
-    model, batches = transformers_model(folder, dtype=torch.float32), made.data_loader.next_step
-    theirs = InBf16(model) if bf16 else model
-    pretrained = Pretrained.of(folder, *ALL_PARTS)
-    found = list(hf.losses_of(theirs, pretrained, made.config, (batches().batches for _ in range(steps))))
-    close(made)
-    return found
+    with started(argv, str(folder / f"run{bf16}"), with_pretrained_model) as made:
+        model, batches = transformers_model(folder, dtype=torch.float32), made.data_loader.next_step
+        theirs = InBf16(model) if bf16 else model
+        pretrained = Pretrained.of(folder, *ALL_PARTS)
+        return list(hf.losses_of(theirs, pretrained, made.config, (batches().batches for _ in range(steps))))
 
 
 def table() -> str:

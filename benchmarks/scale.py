@@ -183,9 +183,9 @@ def _do(part: str, argv: list[str], run_dir: str, folder: str, logs: str) -> Non
         if part == "save":
             return train(argv, run_dir)
         from megavlm.checkpoint.hf.pretrained import with_pretrained_model
-        from megavlm.train.loop import close
 
-        close(started(argv, run_dir, with_pretrained_model if part == "start" else lambda config: config))
+        with started(argv, run_dir, with_pretrained_model if part == "start" else lambda config: config):
+            pass
 
 
 def files_of(world: int, model: str) -> dict[str, int]:

@@ -93,23 +93,20 @@ def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
     """The loss of averages after two steps, that of weights, and the loss of a third step."""
     import torch.distributed as dist
 
-    from megavlm.train.loop import close
-
-    run = started(argv, run_dir)
-    batches = [run.data_loader.next_step().batches for _ in range(3)]
-    for batch in batches[:2]:
-        run.engine.train_step(batch)
-    found = []
-    for averages in (True, False):
-        object.__setattr__(run.engine, "evaluates_averages", averages)
-        with run.engine.evaluation():
-            sums = run.engine.schedule.losses(batches[2], num_sources=0)
-        if not run.engine.groups.is_first_tp:
-            sums.zero_()
-        dist.all_reduce(sums)
-        found.append(float(sums[0] / sums[1]))
-    found.append(run.engine.train_step(batches[2]).loss)
-    close(run)
+    with started(argv, run_dir) as run:
+        batches = [run.data_loader.next_step().batches for _ in range(3)]
+        for batch in batches[:2]:
+            run.engine.train_step(batch)
+        found = []
+        for averages in (True, False):
+            object.__setattr__(run.engine, "evaluates_averages", averages)
+            with run.engine.evaluation():
+                sums = run.engine.schedule.losses(batches[2], num_sources=0)
+            if not run.engine.groups.is_first_tp:
+                sums.zero_()
+            dist.all_reduce(sums)
+            found.append(float(sums[0] / sums[1]))
+        found.append(run.engine.train_step(batches[2]).loss)
     return found
 
 

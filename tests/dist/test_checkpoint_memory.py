@@ -29,36 +29,34 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
     from megavlm.checkpoint import state
     from megavlm.checkpoint.folders import Keep
     from megavlm.checkpoint.saving import Saver
-    from megavlm.train.loop import close
     from tests.support.live_bytes import LiveBytes, standing_tensors
 
-    run = started(argv, run_dir)
-    run.engine.train_step(run.data_loader.next_step().batches)
-    trained, position = run.engine.trained(), state.Position(iteration=1, loader={})
-    weights = [param for chunk in run.engine.model_chunks for param in chunk.parameters()]
-    groups = [group for part in run.engine.optimizer.chained_optimizers for group in part.param_groups]
-    masters = sum(param.numel() for group in groups for param in group["params"])
-    found = {
-        "share": 12 * masters + sum(w.numel() * w.itemsize for w in weights) // run.engine.groups.dp.size(),
-        "largest": max(w.numel() * 4 for w in weights),
-    }
-    with LiveBytes(standing_tensors(run.engine)) as counter:
-        before = counter.live
-        saver = Saver(Path(run_dir), Keep(0))
-        state.save(trained, position, config=run.config, plan=run.plan, saver=saver)
-        saver.wait()
-        (report,) = saver.poll()
-        assert report.error is None
-        folder = report.folder
-        found["save"] = counter.peak - before
-    saver.close()
-    dist.barrier()  # rank 0 has committed it
-    with LiveBytes(standing_tensors(run.engine)) as counter:
-        before = counter.live
-        state.load(trained, folder, config=run.config, plan=run.plan)
-        found["load"] = counter.peak - before
-    found["written"] = _bytes_in(folder, f"__{dist.get_rank()}_")
-    close(run)
+    with started(argv, run_dir) as run:
+        run.engine.train_step(run.data_loader.next_step().batches)
+        trained, position = run.engine.trained(), state.Position(iteration=1, loader={})
+        weights = [param for chunk in run.engine.model_chunks for param in chunk.parameters()]
+        groups = [group for part in run.engine.optimizer.chained_optimizers for group in part.param_groups]
+        masters = sum(param.numel() for group in groups for param in group["params"])
+        found = {
+            "share": 12 * masters + sum(w.numel() * w.itemsize for w in weights) // run.engine.groups.dp.size(),
+            "largest": max(w.numel() * 4 for w in weights),
+        }
+        with LiveBytes(standing_tensors(run.engine)) as counter:
+            before = counter.live
+            saver = Saver(Path(run_dir), Keep(0))
+            state.save(trained, position, config=run.config, plan=run.plan, saver=saver)
+            saver.wait()
+            (report,) = saver.poll()
+            assert report.error is None
+            folder = report.folder
+            found["save"] = counter.peak - before
+        saver.close()
+        dist.barrier()  # rank 0 has committed it
+        with LiveBytes(standing_tensors(run.engine)) as counter:
+            before = counter.live
+            state.load(trained, folder, config=run.config, plan=run.plan)
+            found["load"] = counter.peak - before
+        found["written"] = _bytes_in(folder, f"__{dist.get_rank()}_")
     return found
 
 

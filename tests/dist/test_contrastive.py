@@ -126,12 +126,10 @@ def gradients_with_and_without_a_cache(argv: list[str], run_dir: str) -> dict[st
 
     from megavlm.model.vlm import bare_chunk
     from megavlm.parallel.groups import random_states, set_random_states
-    from megavlm.train.loop import close
     from tests.support import plain_losses
     from tests.support.plain_losses import Text
 
-    with float64():
-        run = started([*argv, "--data-parallel-sharding", "none"], run_dir)
+    with float64(), started([*argv, "--data-parallel-sharding", "none"], run_dir) as run:
         engine, batches = run.engine, run.data_loader.next_step().batches
         (chunk,) = engine.chunks
         before = random_states()
@@ -161,7 +159,6 @@ def gradients_with_and_without_a_cache(argv: list[str], run_dir: str) -> dict[st
         for name, param in chunk.named_parameters():
             off = (param.main_grad - cached[name]).abs().max()
             found[name] = (float(param.main_grad.abs().max()), float(off))
-        close(run)
     return found
 
 

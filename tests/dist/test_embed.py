@@ -49,20 +49,17 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
     from megavlm.data.collate import CollateSpec, collate
     from megavlm.data.records.media import file_below
     from megavlm.data.records.turns import text_turn
-    from megavlm.train.loop import close
 
-    run = started(argv, run_dir, with_pretrained_model)
-    samples = [
-        run.source.embedded(replace(text_turn(json.loads(line), partial(file_below, Path(root))), role="positive"))
-        for line in Path(records).read_text().splitlines()
-    ]
-    spec = CollateSpec.of(run.config, run.source)
-    batches = [collate([[sample]], spec) for sample in samples]
-    with run.engine.evaluation():
-        outputs = run.engine.schedule.outputs(batches)
-    found = [F.normalize(each[:-1], dim=0).tolist() for each in outputs]  # without the scale
-    close(run)
-    return found
+    with started(argv, run_dir, with_pretrained_model) as run:
+        samples = [
+            run.source.embedded(replace(text_turn(json.loads(line), partial(file_below, Path(root))), role="positive"))
+            for line in Path(records).read_text().splitlines()
+        ]
+        spec = CollateSpec.of(run.config, run.source)
+        batches = [collate([[sample]], spec) for sample in samples]
+        with run.engine.evaluation():
+            outputs = run.engine.schedule.outputs(batches)
+        return [F.normalize(each[:-1], dim=0).tolist() for each in outputs]  # without the scale
 
 
 @pytest.mark.parametrize(

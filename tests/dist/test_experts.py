@@ -229,20 +229,20 @@ def forward_flops(argv: list[str], run_dir: str) -> tuple[dict[str, float], dict
     def grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return int(2 * a[0] * a[1] * b[-1])
 
-    run, batch = built(argv, run_dir)
-    chunk = run.engine.chunks[0].module
-    view = MicroBatchContext(batch.to(run.backend.device), run.config, run.engine.groups, device=run.backend.device)
-    work = scenario_of(run.config, run.plan.dims).work
-    hidden, found, predicted = None, {}, {}
-    for name in chunk.names:
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
-        with counter, torch.no_grad():
-            hidden = chunk.run_layer(name, hidden, view)
-        if kind_of(name) == LANGUAGE_LAYER:
-            cost = layer_cost(name, run.config.model, work)
-            found[name] = counter.get_total_flops()
-            predicted[name] = cost.forward_flops - cost.attention_flops
-    finished(run)
+    with started(argv, run_dir) as run:
+        batch = run.data_loader.next_step().batches[0]
+        chunk = run.engine.chunks[0].module
+        view = MicroBatchContext(batch.to(run.backend.device), run.config, run.engine.groups, device=run.backend.device)
+        work = scenario_of(run.config, run.plan.dims).work
+        hidden, found, predicted = None, {}, {}
+        for name in chunk.names:
+            counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
+            with counter, torch.no_grad():
+                hidden = chunk.run_layer(name, hidden, view)
+            if kind_of(name) == LANGUAGE_LAYER:
+                cost = layer_cost(name, run.config.model, work)
+                found[name] = counter.get_total_flops()
+                predicted[name] = cost.forward_flops - cost.attention_flops
     return found, predicted
 
 
@@ -253,7 +253,6 @@ def rows_sent(argv: list[str], run_dir: str) -> tuple[int, float]:
     from megavlm.arch.kinds import kind_in
     from megavlm.arch.scenario import scenario_of
 
-    run, batch = built(argv, run_dir)
     sent, exchange, rank = 0, dist.all_to_all_single, dist.get_rank()
 
     def counted(received: Any, outgoing: Any, *args: Any, input_split_sizes: Any = None, **kwargs: Any) -> Any:
@@ -264,22 +263,9 @@ def rows_sent(argv: list[str], run_dir: str) -> tuple[int, float]:
             sent += others * outgoing.shape[1] * outgoing.element_size()
         return exchange(received, outgoing, *args, input_split_sizes=input_split_sizes, **kwargs)
 
-    with patch.object(dist, "all_to_all_single", counted):
-        run.engine.train_step([batch])
-    scenario = scenario_of(run.config, run.plan.dims)
+    with started(argv, run_dir) as run:
+        with patch.object(dist, "all_to_all_single", counted):
+            run.engine.train_step(run.data_loader.next_step().batches[:1])
+        scenario = scenario_of(run.config, run.plan.dims)
     each = kind_in(scenario.model, "language.layers.1").expert_exchange(scenario)
-    finished(run)
     return sent, 2 * LAYERS * sum(exchange.size * (exchange.ranks - 1) / exchange.ranks for exchange in each)
-
-
-def built(argv: list[str], run_dir: str) -> tuple[Any, Any]:
-    """Return a run, and the first micro-batch of its first step."""
-
-    run = started(argv, run_dir)
-    return run, run.data_loader.next_step().batches[0]
-
-
-def finished(run: Any) -> None:
-    from megavlm.train.loop import close
-
-    close(run)

@@ -67,12 +67,9 @@ def test_ranks_that_split_rows_scale_by_the_largest_values_of_all(pools, tmp_pat
 def _resumed_histories(argv: Sequence[str], run_dir: str) -> dict[str, Tensor]:
     """The histories of a run that has resumed, before it goes on."""
     from megavlm.precision.fp8_state import histories
-    from megavlm.train.loop import close
 
-    run = started(argv, run_dir)
-    found = {name: tensor for chunk in run.engine.chunks for name, tensor in histories(chunk).items()}
-    close(run)
-    return found
+    with started(argv, run_dir) as run:
+        return {name: tensor for chunk in run.engine.chunks for name, tensor in histories(chunk).items()}
 
 
 def test_histories_reshard(pools: Pools, delayed: Path) -> None:
@@ -101,10 +98,8 @@ def _trained(argv: Sequence[str], run_dir: str) -> None:
 
 def _weights(argv: Sequence[str], run_dir: str) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Of a run as it begins or resumes: weights, this rank's master weights with zeros around, and which are in FP8."""
-    from megavlm.train.loop import close
 
-    with transformer_engine():
-        run = started(argv, run_dir)
+    with transformer_engine(), started(argv, run_dir) as run:
         (part,) = run.engine.optimizer.chained_optimizers
         weights, masters, in_fp8 = {}, {}, set()
         for name, param in run.engine.chunks[0].module.named_parameters():
@@ -114,7 +109,6 @@ def _weights(argv: Sequence[str], run_dir: str) -> tuple[dict[str, Tensor], dict
             if getattr(param, "main_param", None) is not None:  # a frozen one has none
                 at = part._get_model_param_range_map(param)["param"]
                 masters[name].view(-1)[at.start : at.end] = param.main_param
-        close(run)
     return weights, masters, in_fp8
 
 

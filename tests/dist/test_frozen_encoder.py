@@ -72,18 +72,15 @@ def largest_difference(argv: list[str], run_dir: str) -> tuple[int, float]:
     import torch
     import torch.distributed as dist
 
-    from megavlm.train.loop import close
-
-    run = started(argv, run_dir)
-    for _ in range(3):
-        run.engine.train_step(run.data_loader.next_step().batches)
-    apart = []
-    for param in run.engine.model_chunks[-1].parameters():
-        if not getattr(param, "tensor_model_parallel", False):
-            both = [torch.empty_like(param) for _ in range(2)]
-            dist.all_gather(both, param.detach())
-            apart.append(float((both[0] - both[1]).abs().max()))
-    close(run)
+    with started(argv, run_dir) as run:
+        for _ in range(3):
+            run.engine.train_step(run.data_loader.next_step().batches)
+        apart = []
+        for param in run.engine.model_chunks[-1].parameters():
+            if not getattr(param, "tensor_model_parallel", False):
+                both = [torch.empty_like(param) for _ in range(2)]
+                dist.all_gather(both, param.detach())
+                apart.append(float((both[0] - both[1]).abs().max()))
     return len(apart), max(apart)
 
 

@@ -106,15 +106,13 @@ def test_scores_are_those_of_transformers(pools, tmp_path):
 
 def scores(argv: Sequence[str], run_dir: str) -> dict[str, list[Any]]:
     """Return the scores by record, on rank 0."""
-    from megavlm.train.loop import close
     from megavlm.train.token_scores import scored_batches
 
-    run = started(argv, run_dir)
-    batches = list(scored_batches(run, top=3))
-    found: dict[str, list[Any]] = {}
-    for data_set, record, each in (sample for batch in batches for sample in batch.samples):
-        found.setdefault(f"{data_set}/{record}", []).append([getattr(each, name) for name in NAMES])
-    close(run)
+    with started(argv, run_dir) as run:
+        batches = list(scored_batches(run, top=3))
+        found: dict[str, list[Any]] = {}
+        for data_set, record, each in (sample for batch in batches for sample in batch.samples):
+            found.setdefault(f"{data_set}/{record}", []).append([getattr(each, name) for name in NAMES])
     return found
 
 
@@ -149,12 +147,10 @@ def test_any_layout_scores_the_same(pools, tmp_path, world, layout, model):
 def write_teacher(argv: Sequence[str], folder: str, top: int) -> float:
     """Write the scores of a run's first weights as a command does, and return the mean entropy of a token."""
     from megavlm.programs.logprobs import _row, _write_rows
-    from megavlm.train.loop import close
     from megavlm.train.token_scores import scored_batches
 
-    run = started(argv, f"{folder}-run")
-    samples = [sample for batch in scored_batches(run, top=top) for sample in batch.samples]
-    close(run)
+    with started(argv, f"{folder}-run") as run:
+        samples = [sample for batch in scored_batches(run, top=top) for sample in batch.samples]
     Path(folder).mkdir()
     for first in range(0, len(samples), 30):  # files of two groups
         rows = [_row(*sample, {"entropy": False, "top_k": top}) for sample in samples[first : first + 30]]

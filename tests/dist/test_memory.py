@@ -192,23 +192,23 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import PROFILES
     from megavlm.planner.host_memory import HostMemory
-    from megavlm.train.loop import close
     from tests.support.live_bytes import step_counts
 
-    run = started(argv, run_dir)
-    counts = step_counts(run.engine, run.data_loader.next_step().batches, offloaded_apart)
-    config, plan, rank = run.config, run.plan, run.engine.groups.coords.pp
-    step = predict(config, plan.dims, PROFILES["cpu"])
-    host = step.host[rank] if step.host else HostMemory()
-    there = sum(p.numel() for chunk in run.engine.model_chunks for p in chunk.parameters())  # of shared ones all rows
-    chunks = [plan.chunks[index] for index in plan.dims.chunks_of(rank)]
-    ranks = plan.dims.ep * plan.dims.expert_tp
-    counted = sum(local_parameters(name, config.model, plan.dims.tp, ranks) for names in chunks for name in names)
-    counted += sum(local_parameters(name, config.model, plan.vision_tp) for name in plan.encoder)
-    if config.model.language.tie_embeddings:
-        copies = sum("output" in names and "embedding" not in names for names in chunks)
-        counted += copies * vocabulary_shard(config.model, plan.dims.tp)
-    close(run)
+    with started(argv, run_dir) as run:
+        counts = step_counts(run.engine, run.data_loader.next_step().batches, offloaded_apart)
+        config, plan, rank = run.config, run.plan, run.engine.groups.coords.pp
+        step = predict(config, plan.dims, PROFILES["cpu"])
+        host = step.host[rank] if step.host else HostMemory()
+        there = sum(
+            p.numel() for chunk in run.engine.model_chunks for p in chunk.parameters()
+        )  # of shared ones all rows
+        chunks = [plan.chunks[index] for index in plan.dims.chunks_of(rank)]
+        ranks = plan.dims.ep * plan.dims.expert_tp
+        counted = sum(local_parameters(name, config.model, plan.dims.tp, ranks) for names in chunks for name in names)
+        counted += sum(local_parameters(name, config.model, plan.vision_tp) for name in plan.encoder)
+        if config.model.language.tie_embeddings:
+            copies = sum("output" in names and "embedding" not in names for names in chunks)
+            counted += copies * vocabulary_shard(config.model, plan.dims.tp)
     return (counts.peak, counts.host_peak), (step.memory[rank].total, host.total), there, counted
 
 

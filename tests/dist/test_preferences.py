@@ -98,42 +98,40 @@ def gradients(argv: list[str], run_dir: str) -> tuple[float, float]:
     import torch
 
     from megavlm.data.types import POSITIVE, ROLE
-    from megavlm.train.loop import close
 
-    run = started([*argv, "--data-parallel-sharding", "none"], run_dir)
-    engine, batches = run.engine, run.data_loader.next_step().batches
-    (chunk,) = engine.chunks
-    with torch.no_grad():  # so that a reference differs from the model
-        for param in chunk.parameters():
-            param.add_(0.05 * torch.randn_like(param))
-    totals = engine.schedule.train(batches)
-    ours = {name: param.main_grad.clone() for name, param in chunk.named_parameters()}
-    chunk.zero_grad_buffer()
-    expected = 0.0
-    for batch in batches:
-        logprobs = torch.log_softmax(chunk(batch, logits=True).float(), -1)
-        text, found = batch.text, []
-        for (first, _), length in zip(text.prefixes, text.lengths, strict=True):
-            row, start = divmod(first, text.tokens.shape[1])
-            places = [t for t in range(start, start + length - 1) if text.loss_mask[row, t]]
-            assert places
-            found.append(torch.stack([logprobs[row, t, text.tokens[row, t + 1]] for t in places]))
-        reference = [0.0] * len(found) if text.reference is None else text.reference.tolist()
-        objective = run.config.model.objective
-        if objective.kind == "kto":
-            good = (text.members[:, ROLE] == POSITIVE).tolist()
-            losses = [plain_kto(objective, *answer) for answer in zip(found, reference, good, strict=True)]
-        else:
-            pairs = range(0, len(found), 2)
-            losses = [plain_loss(objective, *found[n : n + 2], *reference[n : n + 2]) for n in pairs]
-        if losses:
-            sum(losses).backward()
-            expected += float(sum(losses))
-    off = max(
-        float((param.main_grad - ours[name]).abs().max() / ours[name].abs().max().clamp(min=1e-6))
-        for name, param in chunk.named_parameters()
-    )
-    close(run)
+    with started([*argv, "--data-parallel-sharding", "none"], run_dir) as run:
+        engine, batches = run.engine, run.data_loader.next_step().batches
+        (chunk,) = engine.chunks
+        with torch.no_grad():  # so that a reference differs from the model
+            for param in chunk.parameters():
+                param.add_(0.05 * torch.randn_like(param))
+        totals = engine.schedule.train(batches)
+        ours = {name: param.main_grad.clone() for name, param in chunk.named_parameters()}
+        chunk.zero_grad_buffer()
+        expected = 0.0
+        for batch in batches:
+            logprobs = torch.log_softmax(chunk(batch, logits=True).float(), -1)
+            text, found = batch.text, []
+            for (first, _), length in zip(text.prefixes, text.lengths, strict=True):
+                row, start = divmod(first, text.tokens.shape[1])
+                places = [t for t in range(start, start + length - 1) if text.loss_mask[row, t]]
+                assert places
+                found.append(torch.stack([logprobs[row, t, text.tokens[row, t + 1]] for t in places]))
+            reference = [0.0] * len(found) if text.reference is None else text.reference.tolist()
+            objective = run.config.model.objective
+            if objective.kind == "kto":
+                good = (text.members[:, ROLE] == POSITIVE).tolist()
+                losses = [plain_kto(objective, *answer) for answer in zip(found, reference, good, strict=True)]
+            else:
+                pairs = range(0, len(found), 2)
+                losses = [plain_loss(objective, *found[n : n + 2], *reference[n : n + 2]) for n in pairs]
+            if losses:
+                sum(losses).backward()
+                expected += float(sum(losses))
+        off = max(
+            float((param.main_grad - ours[name]).abs().max() / ours[name].abs().max().clamp(min=1e-6))
+            for name, param in chunk.named_parameters()
+        )
     return abs(float(totals[0]) / expected - 1), off
 
 

@@ -126,8 +126,6 @@ def operations(argv: list[str], run_dir: str) -> dict[str, int]:
     from collections import Counter
     from unittest.mock import patch
 
-    from megavlm.train.loop import close
-
     counts, preadv = Counter[str](), os.preadv
 
     def counted(module: Any, name: str) -> Any:
@@ -149,9 +147,8 @@ def operations(argv: list[str], run_dir: str) -> dict[str, int]:
         for module, name in [*named, (builtins, "open")]:
             patched.enter_context(counted(module, name))
         patched.enter_context(patch.object(os, "preadv", reading))
-        run = started(argv, run_dir)
-    close(run)
-    return dict(counts)
+        with started(argv, run_dir):
+            return dict(counts)
 
 
 @pytest.mark.parametrize(

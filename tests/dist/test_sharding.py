@@ -78,8 +78,6 @@ def summed_over_ranks(argv: list[str], run_dir: str) -> dict[str, int]:
     """Bytes that this rank gives to sums over ranks in two steps, by type; small sums are of other things."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from megavlm.train.loop import close
-
     counted: dict[str, int] = {}
 
     class Sums(TorchDispatchMode):
@@ -92,11 +90,9 @@ def summed_over_ranks(argv: list[str], run_dir: str) -> dict[str, int]:
                         counted[str(each.dtype)] = counted.get(str(each.dtype), 0) + each.nbytes
             return func(*args, **(kwargs or {}))
 
-    run = started(argv, run_dir)
-    with Sums():
+    with started(argv, run_dir) as run, Sums():
         for _ in range(2):
             run.engine.train_step(run.data_loader.next_step().batches)
-    close(run)
     return counted
 
 
@@ -146,9 +142,6 @@ def gathered(argv: list[str], run_dir: str) -> dict[int, int]:
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
 
-    from megavlm.train.loop import close
-
-    run = started(argv, run_dir)
     counted: dict[int, int] = {}
 
     class Counter:
@@ -159,12 +152,12 @@ def gathered(argv: list[str], run_dir: str) -> dict[int, int]:
             counted[group.size()] = counted.get(group.size(), 0) + output_tensor.numel()
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
-    for chunk in run.engine.model_chunks:
-        for module in chunk.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(Counter())  # type: ignore[arg-type]
-    run.engine.train_step(run.data_loader.next_step().batches)
-    close(run)
+    with started(argv, run_dir) as run:
+        for chunk in run.engine.model_chunks:
+            for module in chunk.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(Counter())  # type: ignore[arg-type]
+        run.engine.train_step(run.data_loader.next_step().batches)
     return counted
 
 
@@ -178,14 +171,11 @@ def test_backward_passes_gather_inside_the_node(pools: Pools, tmp_path: Path):
 
 def standing_bytes(argv: list[str], run_dir: str) -> int:
     """Bytes of weights, gradients and optimizer state on this rank after a step."""
-    from megavlm.train.loop import close
     from tests.support.live_bytes import LiveBytes, standing_tensors
 
-    run = started(argv, run_dir)
-    run.engine.train_step(run.data_loader.next_step().batches)
-    size = LiveBytes(standing_tensors(run.engine)).live
-    close(run)
-    return size
+    with started(argv, run_dir) as run:
+        run.engine.train_step(run.data_loader.next_step().batches)
+        return LiveBytes(standing_tensors(run.engine)).live
 
 
 def test_ranks_that_share_hold_less(pools: Pools, tmp_path: Path):
@@ -207,20 +197,18 @@ def build_bytes(argv: list[str], run_dir: str) -> tuple[int, int, int]:
     from megavlm.arch.dims import dims_of
     from megavlm.arch.plan import make_plan
     from megavlm.train.build_engine import build_engine
-    from megavlm.train.loop import close
     from tests.support.live_bytes import LiveBytes, standing_tensors
 
-    run = started(argv, run_dir)
-    plan = make_plan(run.config, dims_of(run.config, world=2))
-    [chunk] = run.engine.chunks
-    rows = LiveBytes(standing_tensors(run.engine)).live
-    names = [[name for name in chunk.layouts if name.startswith(f"{part}.")] for part in chunk.module.parts]
-    largest = max(sum(4 * prod(chunk.layouts[name].shape) for name in part) for part in names)
-    building = {"vocab_size": run.source.vocab_size, "backend": run.backend}
-    with LiveBytes([]) as counter:
-        again = build_engine(run.config, plan, run.engine.groups, **building)
-    again.close()
-    close(run)
+    with started(argv, run_dir) as run:
+        plan = make_plan(run.config, dims_of(run.config, world=2))
+        [chunk] = run.engine.chunks
+        rows = LiveBytes(standing_tensors(run.engine)).live
+        names = [[name for name in chunk.layouts if name.startswith(f"{part}.")] for part in chunk.module.parts]
+        largest = max(sum(4 * prod(chunk.layouts[name].shape) for name in part) for part in names)
+        building = {"vocab_size": run.source.vocab_size, "backend": run.backend}
+        with LiveBytes([]) as counter:
+            again = build_engine(run.config, plan, run.engine.groups, **building)
+        again.close()
     return counter.peak, rows, largest
 
 

@@ -93,38 +93,36 @@ def collectives_of_a_step(argv: list[str], run_dir: str) -> dict[str, Any]:
     import contextlib
 
     from megavlm.optim.slow_links import CodedUnitGather, CodedUnitReduction, coded_reductions, forget_errors
-    from megavlm.train.loop import close
 
-    run = started(argv, run_dir)
-    found: dict[str, Any] = {"reduced": [], "gathered": []}
-    comms: list[Any] = []
-    with contextlib.ExitStack() as undo:
-        for kind, log in ((CodedUnitReduction, found["reduced"]), (CodedUnitGather, found["gathered"])):
-            original = kind.__call__
+    with started(argv, run_dir) as run:
+        found: dict[str, Any] = {"reduced": [], "gathered": []}
+        comms: list[Any] = []
+        with contextlib.ExitStack() as undo:
+            for kind, log in ((CodedUnitReduction, found["reduced"]), (CodedUnitGather, found["gathered"])):
+                original = kind.__call__
 
-            def noted(
-                self: Any,
-                output_tensor: Any,
-                input_tensor: Any,
-                *rest: Any,
-                call: Any = original,
-                log: Any = log,
-                **more: Any,
-            ) -> Any:
-                comms.append(self)
-                given = input_tensor.float().cpu().numpy().copy()
-                result = call(self, output_tensor=output_tensor, input_tensor=input_tensor, **more)
-                log.append((id(self), given, output_tensor.float().cpu().numpy().copy()))
-                return result
+                def noted(
+                    self: Any,
+                    output_tensor: Any,
+                    input_tensor: Any,
+                    *rest: Any,
+                    call: Any = original,
+                    log: Any = log,
+                    **more: Any,
+                ) -> Any:
+                    comms.append(self)
+                    given = input_tensor.float().cpu().numpy().copy()
+                    result = call(self, output_tensor=output_tensor, input_tensor=input_tensor, **more)
+                    log.append((id(self), given, output_tensor.float().cpu().numpy().copy()))
+                    return result
 
-            undo.callback(setattr, kind, "__call__", original)
-            kind.__call__ = noted  # type: ignore[method-assign, assignment]
-        run.engine.train_step(run.data_loader.next_step().batches)
-    reductions = list(coded_reductions(run.engine.model_chunks))
-    found["kept"] = all(each.errors for each in reductions)
-    forget_errors(run.engine.model_chunks)
-    found["forgotten"] = not any(each.errors for each in reductions)
-    close(run)
+                undo.callback(setattr, kind, "__call__", original)
+                kind.__call__ = noted  # type: ignore[method-assign, assignment]
+            run.engine.train_step(run.data_loader.next_step().batches)
+        reductions = list(coded_reductions(run.engine.model_chunks))
+        found["kept"] = all(each.errors for each in reductions)
+        forget_errors(run.engine.model_chunks)
+        found["forgotten"] = not any(each.errors for each in reductions)
     return found
 
 

@@ -18,18 +18,16 @@ def answers(argv: Sequence[str], run_dir: str, *, with_cache: bool = True, stop:
 
     from megavlm.data.collate import CollateSpec
     from megavlm.train.generate import generate
-    from megavlm.train.loop import close
 
-    run = started(argv, run_dir)
-    source: Any = run.source  # of samples that are computed
-    spec = CollateSpec.of(run.config, run.source)
-    prompts = [_prompt(source.sample(index), spec.image_token, number) for number, index in enumerate(range(5))]
-    with run.engine.evaluation():
-        if with_cache:
-            found = generate(run.engine, spec, prompts, micro_batch_size=2, max_new_tokens=NEW_TOKENS, stop=stop)
-        else:
-            found = [_without_cache(run, spec, prompt) for prompt in prompts]
-    close(run)
+    with started(argv, run_dir) as run:
+        source: Any = run.source  # of samples that are computed
+        spec = CollateSpec.of(run.config, run.source)
+        prompts = [_prompt(source.sample(index), spec.image_token, number) for number, index in enumerate(range(5))]
+        with run.engine.evaluation():
+            if with_cache:
+                found = generate(run.engine, spec, prompts, micro_batch_size=2, max_new_tokens=NEW_TOKENS, stop=stop)
+            else:
+                found = [_without_cache(run, spec, prompt) for prompt in prompts]
     return found
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.model.weights import index_of, real_shape
-from megavlm.train.loop import close
 from tests.support import hf
 from tests.support.gates import ALL_LAYOUTS, hold
 from tests.support.tiny_models import FAMILIES
@@ -92,34 +91,35 @@ def compare(reference: Reference, layout: str, packed: bool = False) -> dict[str
 
     Each replica has its share of the micro-batches. With `packed`, the samples of a micro-batch share one row.
     """
-    run = run_at(reference, f"{layout} --data-parallel-sharding none")
-    config, engine, groups = run.config, run.engine, run.engine.groups
-    vocabulary = config.model.language.vocab_size
-    batches = [hf.batch_of(config, sizes, seed=number, packed=packed) for number, sizes in enumerate(reference.images)]
-    replica, replicas = groups.coords.dp, groups.dims.dp
-    mine = batches[replica::replicas]
-    worst: dict[str, float] = {}
-    # Rows that ranks split have no whole logits: their losses and gradients tell.
-    logits = engine.schedule.logits(mine) if groups.dims.cp == 1 else []
-    if logits and groups.coords.pp == groups.dims.pp - 1:
-        expected = load_file(reference.logits)
-        for number, (batch, ours) in enumerate(zip(mine, logits, strict=True)):
-            theirs = expected[str(replica + number * replicas)]
-            worst[f"logits {number}"] = max(_relative(*pair) for pair in _rows(batch, ours, theirs))
-    engine.optimizer.zero_grad()
-    colocated = engine.schedule.colocated
-    engine.schedule.train(mine if colocated is None else colocated.with_own_images(mine))
-    tokens = sum(float(batch.text.loss_mask.sum()) for batch in batches)
-    gradients = Pretrained.of(reference.gradients, *ALL_PARTS)
-    for chunk in engine.model_chunks:
-        for param in chunk.module.parameters():
-            param.data = param.main_grad / tokens  # so that each shard is a slice of the gradient
-        for shard in chunk.module.shards():
-            real = real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)
-            scale = gradients.read_slice(shard.key, real, tuple(slice(0, size) for size in real)).abs().max().item()
-            wanted = gradients.read_slice(shard.key, real, index_of(shard))
-            worst[f"gradients {shard.key}"] = (shard.data - wanted).abs().max().item() / max(scale, 1e-6)
-    close(run)
+    with run_at(reference, f"{layout} --data-parallel-sharding none") as run:
+        config, engine, groups = run.config, run.engine, run.engine.groups
+        vocabulary = config.model.language.vocab_size
+        batches = [
+            hf.batch_of(config, sizes, seed=number, packed=packed) for number, sizes in enumerate(reference.images)
+        ]
+        replica, replicas = groups.coords.dp, groups.dims.dp
+        mine = batches[replica::replicas]
+        worst: dict[str, float] = {}
+        # Rows that ranks split have no whole logits: their losses and gradients tell.
+        logits = engine.schedule.logits(mine) if groups.dims.cp == 1 else []
+        if logits and groups.coords.pp == groups.dims.pp - 1:
+            expected = load_file(reference.logits)
+            for number, (batch, ours) in enumerate(zip(mine, logits, strict=True)):
+                theirs = expected[str(replica + number * replicas)]
+                worst[f"logits {number}"] = max(_relative(*pair) for pair in _rows(batch, ours, theirs))
+        engine.optimizer.zero_grad()
+        colocated = engine.schedule.colocated
+        engine.schedule.train(mine if colocated is None else colocated.with_own_images(mine))
+        tokens = sum(float(batch.text.loss_mask.sum()) for batch in batches)
+        gradients = Pretrained.of(reference.gradients, *ALL_PARTS)
+        for chunk in engine.model_chunks:
+            for param in chunk.module.parameters():
+                param.data = param.main_grad / tokens  # so that each shard is a slice of the gradient
+            for shard in chunk.module.shards():
+                real = real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)
+                scale = gradients.read_slice(shard.key, real, tuple(slice(0, size) for size in real)).abs().max().item()
+                wanted = gradients.read_slice(shard.key, real, index_of(shard))
+                worst[f"gradients {shard.key}"] = (shard.data - wanted).abs().max().item() / max(scale, 1e-6)
     return worst
 
 
@@ -134,16 +134,14 @@ def _rows(batch: Any, ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
 
 def losses(reference: Reference, layout: str) -> list[float]:
     """Return the losses of steps with all micro-batches, each replica with its share of them."""
-    run = run_at(reference, layout)
-    engine = run.engine
-    batches = [hf.batch_of(run.config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
-    mine = batches[engine.groups.coords.dp :: engine.groups.dims.dp]
-    colocated = engine.schedule.colocated
-    found = [
-        engine.train_step(mine if colocated is None else colocated.with_own_images(mine)).loss for _ in range(STEPS)
-    ]
-    close(run)
-    return found
+    with run_at(reference, layout) as run:
+        engine = run.engine
+        batches = [hf.batch_of(run.config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
+        mine = batches[engine.groups.coords.dp :: engine.groups.dims.dp]
+        colocated = engine.schedule.colocated
+        return [
+            engine.train_step(mine if colocated is None else colocated.with_own_images(mine)).loss for _ in range(STEPS)
+        ]
 
 
 def assert_layout(pools: Any, reference: Reference, layout: str) -> None:

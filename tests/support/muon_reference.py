@@ -86,13 +86,11 @@ def farthest_from_reference(argv: Sequence[str], run_dir: str, steps: int) -> di
     """Train in float64 on this process; return how far each weight is from the reference's, at most, in units of the
     distance that it went; and so its average.
     """
-    from megavlm.train.loop import close
     from tests.support.float64 import float64
     from tests.support.qk_clip_reference import clip, watched_logits
     from tests.support.training import started
 
-    with float64():
-        run = started([*argv, "--clip-grad", "0", "--data-parallel-sharding", "none"], run_dir)
+    with float64(), started([*argv, "--clip-grad", "0", "--data-parallel-sharding", "none"], run_dir) as run:
         chunk = run.engine.chunks[0].module
         ours = {name: param for name, param in chunk.named_parameters() if param.requires_grad}
         begun = {name: param.detach().clone() for name, param in ours.items()}
@@ -116,5 +114,4 @@ def farthest_from_reference(argv: Sequence[str], run_dir: str, steps: int) -> di
             if run.config.optimizer.ema_decay:
                 average = run.engine.optimizer.chained_optimizers[0].optimizer.state[param]["ema"]
                 found[f"average of {name}"] = float((average - reference.averages[name]).abs().max() / way)
-        close(run)
     return found

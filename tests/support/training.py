@@ -63,10 +63,18 @@ WALL_TIME = {
 }
 
 
-def started(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> Any:
-    """Return a run that has not made a step, on this process's world, in place of whatever layout ran before."""
+@contextlib.contextmanager
+def started(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> Iterator[Any]:
+    """Give a run that has not made a step, on this process's world, in place of whatever layout ran before.
+
+    It is closed at the end, but not after an error: the other ranks, which closing waits for, may not come.
+    """
+    from megavlm.train.loop import close
+
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return _built(argv, run_dir, prepare)
+        run = _built(argv, run_dir, prepare)
+    yield run
+    close(run)
 
 
 def _built(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any]) -> Any:
