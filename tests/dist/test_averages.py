@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -91,8 +92,6 @@ def test_averages_may_begin_at_a_checkpoint_without(pools: Pools, tmp_path: Path
 
 def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
     """The loss of averages after two steps, that of weights, and the loss of a third step."""
-    import torch.distributed as dist
-
     with started(argv, run_dir) as run:
         batches = [run.data_loader.next_step().batches for _ in range(3)]
         for batch in batches[:2]:

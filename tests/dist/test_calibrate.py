@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from megavlm import backend
 from megavlm.planner.hardware import PROFILES
 from megavlm.programs.calibrate import SIZES, config_of
+from megavlm.train.calibration import fit, measured_hardware, timed_layers
 from tests.support.pool import Pools
 
 
 def measured(run_dir: str) -> Any:
-    import torch.distributed as dist
-
-    from megavlm import backend
-    from megavlm.train.calibration import measured_hardware, timed_layers
-
     chosen = backend.activate()
     config = config_of(SIZES[0], "fp32", run_dir, processes=dist.get_world_size())
     hardware = measured_hardware([config], chosen, repeats=1, rounds=1, processes_per_node=2)
@@ -23,8 +22,6 @@ def measured(run_dir: str) -> Any:
 
 
 def test_layers_are_timed_and_fitted(pools: Pools, tmp_path: Path) -> None:
-    from megavlm.train.calibration import fit
-
     for forward, backward, optimizer_rate, hardware, told in pools(2).run(measured, str(tmp_path / "run")):
         # patch_embed, 2 vision layers, norm, projector, embedding, 2 language layers, norm, output
         assert len(forward) == 10

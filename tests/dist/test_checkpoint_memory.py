@@ -5,8 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
+from megavlm.checkpoint import state
+from megavlm.checkpoint.folders import Keep
+from megavlm.checkpoint.saving import Saver
 from tests.support.covering import slow
+from tests.support.live_bytes import LiveBytes, standing_tensors
 from tests.support.pool import Pools
 from tests.support.training import started
 
@@ -24,13 +30,6 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
     """Of this rank, after a step: its share of what is saved, most bytes alive beside the run in a save and in a load,
     bytes written, and the largest tensor.
     """
-    import torch.distributed as dist
-
-    from megavlm.checkpoint import state
-    from megavlm.checkpoint.folders import Keep
-    from megavlm.checkpoint.saving import Saver
-    from tests.support.live_bytes import LiveBytes, standing_tensors
-
     with started(argv, run_dir) as run:
         run.engine.train_step(run.data_loader.next_step().batches)
         trained, position = run.engine.trained(), state.Position(iteration=1, loader={})
@@ -62,8 +61,6 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
 
 def _bytes_in(folder: Path, files: str) -> int:
     """Bytes of the tensors in files whose names begin so, without what the format puts around each."""
-    from torch.distributed.checkpoint import FileSystemReader
-
     metadata = FileSystemReader(folder).read_metadata()
     size = 0
     for index, place in metadata.storage_data.items():

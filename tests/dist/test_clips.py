@@ -16,9 +16,11 @@ pytest.importorskip("av", reason="pip install av (the extra `video`)")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 
+from megavlm.pipeline.encoder import EncoderRunner
 from megavlm.programs import prepare as prepare_data
 from tests.support.clips import clip
 from tests.support.processors import picture
@@ -73,10 +75,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_without_encoder(argv: list[str], run_dir: str) -> None:
     """Fails where the encoder runs."""
-    from unittest.mock import patch
-
-    from megavlm.pipeline.encoder import EncoderRunner
-
     with patch.object(EncoderRunner, "_run", None):
         train_composed(argv, run_dir)
 

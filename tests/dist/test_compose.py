@@ -19,6 +19,7 @@ from examples.first_run import ask
 from megavlm.arch.connector import Connector
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 from megavlm.checkpoint.hf.sidecar import exportable
 from megavlm.config.registry import registered
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig
@@ -202,8 +203,6 @@ def test_parts_of_larger_models_leave_alone(pools: Pools, tmp_path: Path) -> Non
 
 
 def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:
-    from megavlm.checkpoint.hf.pretrained import with_pretrained_model
-
     language = hf.save(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT)), tmp_path / "language")
     options = CheckpointConfig(vision_from=str(language))
     with pytest.raises(UserError, match="is a qwen2 checkpoint, which has no vision"):

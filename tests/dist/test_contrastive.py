@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megavlm.model.vlm import bare_chunk
+from megavlm.parallel.groups import random_states, set_random_states
+from tests.support import plain_losses
 from tests.support.covering import axes_of, covering, pairs, short_and_long, slow
 from tests.support.flags import DROPOUT, HALF, MODELS
 from tests.support.float64 import float64
+from tests.support.plain_losses import Text
 from tests.support.pool import Pools
 from tests.support.training import SMALL, THREE, assert_resumed, assert_same_curve, metrics, started, train
 
@@ -122,13 +127,6 @@ def gradients_with_and_without_a_cache(argv: list[str], run_dir: str) -> dict[st
     """Return the loss, and of each parameter the largest gradient, each with its largest difference between a step of
     the schedule and one graph of the whole batch, whose loss is written pair by pair. In float64.
     """
-    import torch
-
-    from megavlm.model.vlm import bare_chunk
-    from megavlm.parallel.groups import random_states, set_random_states
-    from tests.support import plain_losses
-    from tests.support.plain_losses import Text
-
     with float64(), started([*argv, "--data-parallel-sharding", "none"], run_dir) as run:
         engine, batches = run.engine, run.data_loader.next_step().batches
         (chunk,) = engine.chunks

@@ -5,11 +5,25 @@ fp32 cross entropy of whole logits: numbers, gradients, reductions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megavlm.arch.dims import Dims
+from megavlm.backend import activate
+from megavlm.model import cross_entropy
+from megavlm.model.language import Output, padded_vocab
+from megavlm.model.specs import DTYPES
+from megavlm.parallel.groups import build_groups, destroy_groups
+from megavlm.parallel.rendezvous import start
 from tests.support.pool import Pools
+from tests.support.stand_ins import te_parallel_cross_entropy
 
 LENGTH, SAMPLES, WIDTH = 16, 3, 32
 CHUNKS = (48, 12)  # positions at a time: all, whose logits are kept; several times those that have a loss, alone
@@ -43,11 +57,6 @@ class Given:
 
 def given_to(case: Case, rank: int, world: int) -> Given:
     """Return this rank's part of tensors that are the same on all ranks."""
-    import torch
-
-    from megavlm.model.language import padded_vocab
-    from megavlm.model.specs import DTYPES
-
     generator, dtype = torch.Generator().manual_seed(7), DTYPES[case.precision]
     weight = torch.randn(padded_vocab(case.vocabulary, world), WIDTH, generator=generator).chunk(world)[rank].to(dtype)
     hidden = torch.randn(LENGTH, SAMPLES, WIDTH, generator=generator).to(dtype)
@@ -60,14 +69,6 @@ def given_to(case: Case, rank: int, world: int) -> Given:
 
 def output_layer(case: Case, given: Given, groups: Any) -> Any:
     """Return the output layer with this rank's weight."""
-    from functools import partial
-
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megavlm.model import cross_entropy
-    from megavlm.model.language import Output
-    from tests.support.stand_ins import te_parallel_cross_entropy
-
     config = TransformerConfig(
         num_layers=1,
         hidden_size=WIDTH,
@@ -94,9 +95,6 @@ def loss_in_chunks(output: Any, hidden: Any, case: Case, given: Given, real: int
 
 def loss_of_whole_logits(output: Any, hidden: Any, case: Case, given: Given, real: int) -> Any:
     """Return megatron-core's loss of fp32 logits, of which only the `real` columns are of the vocabulary."""
-    import torch
-    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-
     logits = output.logits(hidden).float()
     logits = logits.masked_fill(torch.arange(logits.shape[-1]) >= real, -1e30)
     return vocab_parallel_cross_entropy(logits, given.labels.t().contiguous()).t()
@@ -106,10 +104,6 @@ def loss_and_gradients(way: Any, case: Case, given: Given, groups: Any) -> tuple
     """Return the losses that count, the gradient of the hidden states, and that of the weight if it is trained; and how
     often ranks met for the loss.
     """
-    from unittest.mock import patch
-
-    import torch.distributed as dist
-
     output, hidden = output_layer(case, given, groups), given.hidden.clone().requires_grad_()
     columns = len(given.weight)
     real = min(columns, case.vocabulary - columns * groups.tp.rank())
@@ -129,16 +123,6 @@ def compared(case: Case) -> dict[str, float]:
     """How far this rank's loss and gradients are from megatron-core's of fp32 logits, relative to the largest number;
     `reductions`: how often ranks met for each chunk of positions.
     """
-    from unittest.mock import patch
-
-    import torch.distributed as dist
-
-    from megavlm.arch.dims import Dims
-    from megavlm.backend import activate
-    from megavlm.model import cross_entropy
-    from megavlm.parallel.groups import build_groups, destroy_groups
-    from megavlm.parallel.rendezvous import start
-
     start(activate(), timeout_minutes=30)
     destroy_groups()
     world = dist.get_world_size()

@@ -11,10 +11,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
-from megavlm.checkpoint import folders
+from megavlm.checkpoint import folders, writer
 from megavlm.errors import UserError
+from megavlm.train.engine import Engine
 from tests.support.covering import slow
+from tests.support.manifests import write_sums
 from tests.support.pool import Pools
 from tests.support.training import SHALLOW, metrics, of_kind, train, without_wall_time
 
@@ -162,8 +165,6 @@ def test_a_checkpoint_under_another_number_says_so(pools: Pools, three: Path, tm
 
 def test_a_foreign_state_is_named(pools: Pools, three: Path, tmp_path: Path) -> None:
     """Whoever writes the manifest anew may put any values into the file."""
-    from tests.support.manifests import write_sums
-
     shutil.copytree(three / "checkpoints/iter_0000003", newest := tmp_path / "run/checkpoints/iter_0000003")
     whole = json.loads((newest / "state.json").read_text())
     for changed in ({}, {**whole, "position": {"x": 1}}, {**whole, "optimizer": {}}):
@@ -178,8 +179,6 @@ def test_a_foreign_state_is_named(pools: Pools, three: Path, tmp_path: Path) -> 
 def save_on_a_full_disk(argv: list[str], run_dir: str) -> str:
     """Save where no file may be larger than 20,000 bytes; return the user's error."""
     import resource
-
-    from megavlm.checkpoint import writer
 
     limited = writer.write_share
 
@@ -216,10 +215,6 @@ def test_a_resume_with_other_data_is_refused_or_accepted_by_name(pools: Pools, t
 
 def poison(argv: list[str], run_dir: str) -> tuple[int, str]:
     """Train with a NaN in one of rank 1's moments after iteration 2; return the exit status and the user's error."""
-    import torch.distributed as dist
-
-    from megavlm.train.engine import Engine
-
     steps = []
     train_step = Engine.train_step
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.nn.functional as F
 
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.records.media import file_below
+from megavlm.data.records.turns import text_turn
+from megavlm.programs.convert import main as convert
+from megavlm.programs.embed import main
 from tests.support.covering import slow
 from tests.support.data_files import write_pairs
 from tests.support.flags import MODELS
@@ -41,14 +49,6 @@ def flags(folder: Path, pooling: str, *, model: str = "--init-from {}") -> list[
 def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) -> Any:
     """Return what the training pipeline makes of each record's document, from the run's checkpoint."""
     from dataclasses import replace
-    from functools import partial
-
-    import torch.nn.functional as F
-
-    from megavlm.checkpoint.hf.pretrained import with_pretrained_model
-    from megavlm.data.collate import CollateSpec, collate
-    from megavlm.data.records.media import file_below
-    from megavlm.data.records.turns import text_turn
 
     with started(argv, run_dir, with_pretrained_model) as run:
         samples = [
@@ -67,8 +67,6 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
 )
 def test_an_export_embeds_as_training_does(pools, folder, tmp_path, pooling, whole, capsys):
     """`whole`: with sentence-transformers, too, whose import takes as long as the rest."""
-    from megavlm.programs.embed import main
-
     argv, run_dir = flags(folder, pooling), tmp_path / "run"
     pools(2).run(train_composed, [*argv, *"--tp 2".split()], str(run_dir))
     assert len(metrics(run_dir)) == 3
@@ -113,9 +111,6 @@ COMPOSED = "--vision-from {} --language-from {}"
 @pytest.mark.parametrize("model", [IN_PARTS, COMPOSED], ids=["parts", "composed"])
 def test_an_export_of_composed_parts_embeds_as_training_does(pools, folder, tmp_path, model):
     from safetensors.torch import load_file
-
-    from megavlm.programs.convert import main as convert
-    from megavlm.programs.embed import main
 
     argv, run_dir, out = flags(folder, "mean", model=model), tmp_path / "run", tmp_path / "exported"
     argv += "--set model.objective.matryoshka_widths=[32] --temperature 0.2 --set model.vision.feature_layer=-3".split()
@@ -162,8 +157,6 @@ def check_sentence_transformers(export: Path, records: list[dict[str, Any]], ima
 
 
 def test_a_folder_that_does_not_embed_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from megavlm.programs.embed import main
-
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     assert main([str(folder / "model"), str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]) == 2
     assert "train a model that embeds, with --objective contrastive or sigmoid" in capsys.readouterr().err

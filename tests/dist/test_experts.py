@@ -7,7 +7,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
+from megavlm.arch.kinds import kind_in, layer_cost
+from megavlm.arch.layers import LANGUAGE_LAYER, kind_of
+from megavlm.arch.scenario import scenario_of
+from megavlm.model import router
+from megavlm.model.context import MicroBatchContext
 from tests.support.covering import axes_of, covering, pairs, short_and_long, slow
 from tests.support.data_files import sources_of, write_all
 from tests.support.pool import Pools
@@ -152,7 +160,6 @@ def test_ranks_whose_experts_have_no_tokens(pools, tmp_path, world, layout):
 
 def train_first_experts(argv: Sequence[str], run_dir: str) -> None:
     """A run whose tokens take the first experts in place of all in turn."""
-    from megavlm.model import router
 
     def first(logits: Any, topk: int) -> Any:
         chosen = logits.new_zeros(logits.shape)
@@ -218,13 +225,6 @@ def test_rows_travel_as_often_as_the_formula_says(pools: Pools, tmp_path) -> Non
 
 def forward_flops(argv: list[str], run_dir: str) -> tuple[dict[str, float], dict[str, float]]:
     """Return the FLOPs of each language layer's forward pass: counted by torch, and predicted."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from megavlm.arch.kinds import layer_cost
-    from megavlm.arch.layers import LANGUAGE_LAYER, kind_of
-    from megavlm.arch.scenario import scenario_of
-    from megavlm.model.context import MicroBatchContext
 
     def grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return int(2 * a[0] * a[1] * b[-1])
@@ -248,11 +248,6 @@ def forward_flops(argv: list[str], run_dir: str) -> tuple[dict[str, float], dict
 
 def rows_sent(argv: list[str], run_dir: str) -> tuple[int, float]:
     """Return the bytes of rows that this rank sends to others in a step: counted, and predicted."""
-    import torch.distributed as dist
-
-    from megavlm.arch.kinds import kind_in
-    from megavlm.arch.scenario import scenario_of
-
     sent, exchange, rank = 0, dist.all_to_all_single, dist.get_rank()
 
     def counted(received: Any, outgoing: Any, *args: Any, input_split_sizes: Any = None, **kwargs: Any) -> Any:

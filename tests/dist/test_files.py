@@ -8,8 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megavlm.data.broadcast import ReplicaBroadcast
+from megavlm.data.loader import DataLoader, RankLoader
 from megavlm.data.types import StepData
+from megavlm.errors import UserError
 from megavlm.programs import prepare as prepare_data
 from tests.support.covering import slow
 from tests.support.data_files import sources_of, write_all
@@ -75,11 +80,6 @@ def test_epochs_end_alike_on_another_layout_and_after_a_resume(pools: Pools, fol
 
 def complaint() -> str:
     """What this rank hears where the first one's data are at fault."""
-    import torch
-    import torch.distributed as dist
-
-    from megavlm.data.broadcast import ReplicaBroadcast
-    from megavlm.errors import UserError
 
     def read():
         assert dist.get_rank() == 0, "only one rank reads"
@@ -184,10 +184,6 @@ def test_too_many_bad_samples_end_the_run_and_leave_nothing_in_the_way(pools, fo
 
 def collectives_of_next_steps(argv: list[str], run_dir: str, ready: bool) -> list[int]:
     """Train, and return how often each step had to be received when it began. `ready`: its data were, or were not."""
-    import torch.distributed as dist
-
-    from megavlm.data.loader import DataLoader, RankLoader
-
     counts, calls = [], []
     with pytest.MonkeyPatch.context() as patch:
         broadcast, next_step = dist.broadcast, DataLoader.next_step

@@ -9,9 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megavlm import backend
+from megavlm.arch.dims import Dims
+from megavlm.parallel.groups import build_groups, destroy_groups
+from megavlm.precision.emulated import (
+    EmulatedColumnParallelLinear,
+    EmulatedRowParallelLinear,
+    current_operands,
+    delayed_operands,
+)
 from tests.support.pool import Pools
 from tests.support.training import SMALL, TEXT_TO_LEARN, assert_within_a_hundredth, metrics, train
 
@@ -77,18 +88,6 @@ def _numbers(step: int) -> tuple[Tensor, ...]:
 
 def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list[Tensor]]:
     """The same by two emulated layers; this rank's part of each tensor, put together again."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megavlm import backend
-    from megavlm.arch.dims import Dims
-    from megavlm.parallel.groups import build_groups, destroy_groups
-    from megavlm.precision.emulated import (
-        EmulatedColumnParallelLinear,
-        EmulatedRowParallelLinear,
-        current_operands,
-        delayed_operands,
-    )
-
     destroy_groups()
     groups = build_groups(Dims(tp=tp, pp=1, vpp=1, dp=1), tied_owners=(), seed=1, timeout_minutes=30)
     rank = groups.tp.rank()
@@ -132,8 +131,6 @@ def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list
 
 
 def _joined(tensor: Tensor, groups, dim: int | None) -> Tensor:
-    import torch.distributed as dist
-
     if dim is None:
         return tensor
     tensor = tensor.contiguous()

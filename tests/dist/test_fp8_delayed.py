@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megavlm.precision.fp8_state import histories
 from tests.support.covering import slow
 from tests.support.pool import Pools
 from tests.support.quantized import E4M3, Quantized, transformer_engine
@@ -66,8 +67,6 @@ def test_ranks_that_split_rows_scale_by_the_largest_values_of_all(pools, tmp_pat
 
 def _resumed_histories(argv: Sequence[str], run_dir: str) -> dict[str, Tensor]:
     """The histories of a run that has resumed, before it goes on."""
-    from megavlm.precision.fp8_state import histories
-
     with started(argv, run_dir) as run:
         return {name: tensor for chunk in run.engine.chunks for name, tensor in histories(chunk).items()}
 
@@ -98,7 +97,6 @@ def _trained(argv: Sequence[str], run_dir: str) -> None:
 
 def _weights(argv: Sequence[str], run_dir: str) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Of a run as it begins or resumes: weights, this rank's master weights with zeros around, and which are in FP8."""
-
     with transformer_engine(), started(argv, run_dir) as run:
         (part,) = run.engine.optimizer.chained_optimizers
         weights, masters, in_fp8 = {}, {}, set()

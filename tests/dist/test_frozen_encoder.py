@@ -6,7 +6,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megavlm.pipeline.encoder import EncoderRunner
+from megavlm.pipeline.feature_cache import FeatureCache
 from tests.support.covering import slow
 from tests.support.flags import HALF
 from tests.support.pool import Pools
@@ -28,8 +32,6 @@ def test_encoding_ahead_changes_no_bit_even_across_a_stop(pools: Pools, plain: P
 
 def train_without_encoder(argv: list[str], run_dir: str) -> None:
     """Fails where the encoder runs."""
-    from megavlm.pipeline.encoder import EncoderRunner
-
     with patch.object(EncoderRunner, "_run", None):
         train(argv, run_dir)
 
@@ -45,10 +47,6 @@ def test_features_come_from_disk_once_they_are_there(pools, plain, tmp_path, wor
 
 def train_with_files_that_vanish(argv: list[str], run_dir: str) -> None:
     """Train where rank 1 misses every third file of the cache, as if another run had deleted it."""
-    import torch.distributed as dist
-
-    from megavlm.pipeline.feature_cache import FeatureCache
-
     get, asked = FeatureCache.get, 0
 
     def vanishing(self, key):
@@ -69,9 +67,6 @@ def test_ranks_of_an_encoder_run_it_together_where_one_finds_no_file(pools: Pool
 
 def largest_difference(argv: list[str], run_dir: str) -> tuple[int, float]:
     """(parameters that both ranks have whole, how far they are apart after three steps)."""
-    import torch
-    import torch.distributed as dist
-
     with started(argv, run_dir) as run:
         for _ in range(3):
             run.engine.train_step(run.data_loader.next_step().batches)

@@ -7,6 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
 
 from tests.support.covering import slow
 from tests.support.flags import DROPOUT
@@ -16,9 +19,6 @@ from tests.support.training import LEAN, metrics, train, without_wall_time
 
 def train_with_fused_adam(argv: list[str], run_dir: str) -> None:
     """As `train`, with megatron-core told what it finds on such a machine."""
-    import torch
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
 
     class FusedAdam(torch.optim.AdamW):
         """Takes the arguments of Transformer Engine's, and has the option that it has in a group."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megavlm.checkpoint.hf import hf_files
 from megavlm.errors import UserError
 from tests.support.covering import slow
 from tests.support.gates import EXPERT_LAYOUTS, LAYOUTS
@@ -78,8 +79,6 @@ def test_an_encoder_of_two_ranks_equals_transformers(pools: Pools, references: R
 
 def bytes_read(reference: Any, layout: str) -> int:
     """Return the bytes of weights that this rank reads when a run begins with the folder."""
-    from megavlm.checkpoint.hf import hf_files
-
     read_into, counted = hf_files.read_into, []
 
     def counting(descriptor: int, tensor: Any, offset: int) -> None:

@@ -8,10 +8,20 @@ import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
+from megavlm.config.schema import DataConfig, DatasetConfig, ModelConfig
+from megavlm.data.records import open_records
+from megavlm.data.types import Sample
+from megavlm.inference.model import TrainedModel
+from megavlm.parallel.groups import destroy_groups
+from megavlm.programs import logprobs
+from megavlm.programs.logprobs import _row, _write_rows
+from megavlm.train.token_scores import scored_batches
 from tests.support.covering import slow
 from tests.support.data_files import sources_of, write_all, write_held_out, write_llava
 from tests.support.training import LEAN, assert_same_curve, metrics, started, train
@@ -22,10 +32,6 @@ NAMES = ("positions", "tokens", "logprobs", "entropies", "top_tokens", "top_logp
 
 def write(words: Sequence[str], files: int | None = None) -> None:
     """Run the program; it is interrupted after so many files."""
-    from unittest.mock import patch
-
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.programs import logprobs
 
     class Interrupted(Exception):
         pass
@@ -49,13 +55,6 @@ def write(words: Sequence[str], files: int | None = None) -> None:
 
 def expected_of(folder: Path, data: str) -> dict[tuple[str, int], list[np.ndarray]]:
     """Return tokens, log-probabilities, entropies and likeliest tokens by Transformers of each record, unpacked."""
-    import torch
-
-    from megavlm.config.schema import DataConfig, DatasetConfig, ModelConfig
-    from megavlm.data.records import open_records
-    from megavlm.data.types import Sample
-    from megavlm.inference.model import TrainedModel
-
     cpu = torch.device("cpu")
     model = TrainedModel.of(folder, DataConfig(), device=cpu, dtype="float32", said=ModelConfig())
     records, source = open_records(DatasetConfig(path=data)), model.source
@@ -106,8 +105,6 @@ def test_scores_are_those_of_transformers(pools, tmp_path):
 
 def scores(argv: Sequence[str], run_dir: str) -> dict[str, list[Any]]:
     """Return the scores by record, on rank 0."""
-    from megavlm.train.token_scores import scored_batches
-
     with started(argv, run_dir) as run:
         batches = list(scored_batches(run, top=3))
         found: dict[str, list[Any]] = {}
@@ -146,9 +143,6 @@ def test_any_layout_scores_the_same(pools, tmp_path, world, layout, model):
 
 def write_teacher(argv: Sequence[str], folder: str, top: int) -> float:
     """Write the scores of a run's first weights as a command does, and return the mean entropy of a token."""
-    from megavlm.programs.logprobs import _row, _write_rows
-    from megavlm.train.token_scores import scored_batches
-
     with started(argv, f"{folder}-run") as run:
         samples = [sample for batch in scored_batches(run, top=top) for sample in batch.samples]
     Path(folder).mkdir()

@@ -9,7 +9,15 @@ from unittest.mock import patch
 
 import pytest
 
+from megavlm.arch.ends import vocabulary_shard
+from megavlm.arch.kinds import local_parameters
+from megavlm.backend import host_copies as host
+from megavlm.optim import stores
+from megavlm.planner.auto import predict
+from megavlm.planner.hardware import PROFILES
+from megavlm.planner.host_memory import HostMemory
 from tests.support.covering import fast_and_slow
+from tests.support.live_bytes import step_counts
 from tests.support.pool import Pools
 from tests.support.training import started
 
@@ -176,9 +184,6 @@ CASES = {
 @contextlib.contextmanager
 def offloaded_apart(counter: Any) -> Iterator[None]:
     """Count what offloading allocates on the host as the host's: here both are one memory."""
-    from megavlm.backend import host_copies as host
-    from megavlm.optim import stores
-
     allocate = counter.on_host(host.empty_on_host)
     with patch.object(host, "empty_on_host", allocate), patch.object(stores, "empty_on_host", allocate):
         yield
@@ -186,22 +191,13 @@ def offloaded_apart(counter: Any) -> Iterator[None]:
 
 def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, int], tuple[float, float], int, int]:
     """(measured peaks of device and host, predicted memory of both, parameters there are, and counted) of this rank."""
-
-    from megavlm.arch.ends import vocabulary_shard
-    from megavlm.arch.kinds import local_parameters
-    from megavlm.planner.auto import predict
-    from megavlm.planner.hardware import PROFILES
-    from megavlm.planner.host_memory import HostMemory
-    from tests.support.live_bytes import step_counts
-
     with started(argv, run_dir) as run:
         counts = step_counts(run.engine, run.data_loader.next_step().batches, offloaded_apart)
         config, plan, rank = run.config, run.plan, run.engine.groups.coords.pp
         step = predict(config, plan.dims, PROFILES["cpu"])
         host = step.host[rank] if step.host else HostMemory()
-        there = sum(
-            p.numel() for chunk in run.engine.model_chunks for p in chunk.parameters()
-        )  # of shared ones all rows
+        # Of parameters that ranks share all rows.
+        there = sum(p.numel() for chunk in run.engine.model_chunks for p in chunk.parameters())
         chunks = [plan.chunks[index] for index in plan.dims.chunks_of(rank)]
         ranks = plan.dims.ep * plan.dims.expert_tp
         counted = sum(local_parameters(name, config.model, plan.dims.tp, ranks) for names in chunks for name in names)

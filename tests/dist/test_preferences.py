@@ -9,7 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megavlm.data.records.shapes import SHAPES, record_of
+from megavlm.data.sample_encoder import Encoder
+from megavlm.data.types import POSITIVE, ROLE
+from megavlm.inputs.bad_sample import BadSample
 from tests.support.covering import slow
 from tests.support.data_files import write_preferences, write_tokenizer
 from tests.support.training import LEAN, assert_resumed, assert_same_curve, metrics, started, train
@@ -95,10 +100,6 @@ def gradients(argv: list[str], run_dir: str) -> tuple[float, float]:
     """Return how far loss and gradients of a step are from those of whole logits and the papers' formulas, pair by
     pair: relative to the loss, and to the largest gradient of each parameter.
     """
-    import torch
-
-    from megavlm.data.types import POSITIVE, ROLE
-
     with started([*argv, "--data-parallel-sharding", "none"], run_dir) as run:
         engine, batches = run.engine, run.data_loader.next_step().batches
         (chunk,) = engine.chunks
@@ -137,8 +138,6 @@ def gradients(argv: list[str], run_dir: str) -> tuple[float, float]:
 
 def plain_loss(options: Any, chosen: Any, rejected: Any, of_chosen: float, of_rejected: float) -> Any:
     """Return the loss of a pair from the log-probabilities of the tokens of its answers, as the papers write it."""
-    import torch
-
     beta, smoothing = options.beta, options.label_smoothing
     log_sigmoid = torch.nn.functional.logsigmoid
     if options.kind == "orpo":
@@ -173,8 +172,6 @@ def test_loss_and_gradients_are_the_papers(pools, losses, tmp_path, loss):
 
 def test_each_format_has_the_same_pairs(tmp_path: Path) -> None:
     """Of every format the answers follow the prompt; a list that is an answer stays a text."""
-    from megavlm.data.records.shapes import SHAPES, record_of
-
     assert "preferences" in SHAPES
     user = {"role": "user", "content": "how many ?"}
     good, bad = ({"role": "assistant", "content": each} for each in ("[1, 2]", "three"))
@@ -200,10 +197,6 @@ def test_each_format_has_the_same_pairs(tmp_path: Path) -> None:
 
 def test_each_format_has_the_same_rated_answer() -> None:
     """Pairs count as a good and a bad answer; a wrong record says in one line what is wrong."""
-    from megavlm.data.records.shapes import record_of
-    from megavlm.data.sample_encoder import Encoder
-    from megavlm.inputs.bad_sample import BadSample
-
     user, answer = {"role": "user", "content": "how many ?"}, {"role": "assistant", "content": "[1, 2]"}
     turns = [{"from": "human", "value": "how many ?"}, {"from": "gpt", "value": "[1, 2]"}]
     records = [

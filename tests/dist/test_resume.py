@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
 import json
+import os
 import shutil
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from megavlm.optim.elementwise import ElementwiseOptimizer
 from tests.support.covering import slow
 from tests.support.flags import DROPOUT, FOUR, HALF, PADDED, TWO
 from tests.support.pool import Pools
@@ -121,11 +126,6 @@ def operations(argv: list[str], run_dir: str) -> dict[str, int]:
     """Return what this rank does with the checkpoint from which a run begins: bytes that it reads, files of tensors
     that it opens, and other operations by the name of a file or folder.
     """
-    import builtins
-    import os
-    from collections import Counter
-    from unittest.mock import patch
-
     counts, preadv = Counter[str](), os.preadv
 
     def counted(module: Any, name: str) -> Any:
@@ -172,10 +172,6 @@ def test_ranks_read_a_checkpoint_once(pools: Pools, half: Any, tmp_path: Path, w
 
 def train_with_lazy_counts(argv: list[str], run_dir: str) -> None:
     """As `train`, with an optimizer that counts steps as Transformer Engine's: in groups that this rank has any of."""
-    from unittest.mock import patch
-
-    from megavlm.optim.elementwise import ElementwiseOptimizer
-
     step = ElementwiseOptimizer.step
 
     def lazily(self: ElementwiseOptimizer) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from megavlm.optim.codes import Coded, all_gather, all_reduce, reduce_scatter, reduce_scatter_in_two_levels
+from megavlm.optim.slow_links import CodedUnitGather, CodedUnitReduction, coded_reductions, forget_errors
+from megavlm.parallel.groups import GroupMaker, levels_of
 from tests.support.covering import fast_and_slow, slow
 from tests.support.pool import Pools
 from tests.support.training import LEAN, SMALL, TEXT_TO_LEARN, assert_within_a_hundredth, metrics, started, train
@@ -19,20 +26,11 @@ GRADIENTS, WEIGHTS = "--compress-gradients int8", f"--compress-weights int8 {BF1
 
 def sums(code: str, steps: int) -> dict[str, Any]:
     """Sum some gradients of this rank with those of all others, a step after the other, in both ways."""
-    import torch
-    import torch.distributed as dist
-
     with torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"):
         return _sums(code, steps)
 
 
 def _sums(code: str, steps: int) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
-    from megavlm.optim.codes import Coded, all_gather, all_reduce, reduce_scatter, reduce_scatter_in_two_levels
-    from megavlm.parallel.groups import GroupMaker, levels_of
-
     world, rank = dist.get_world_size(), dist.get_rank()
     group, coded, size = dist.group.WORLD, Coded(code), 300  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(rank)
@@ -90,10 +88,6 @@ def test_what_is_lost_is_sent_later(pools: Pools, world: int, code: str) -> None
 
 def collectives_of_a_step(argv: list[str], run_dir: str) -> dict[str, Any]:
     """What units gave to their reductions and gathers in a step, and what they got: arrays, call by call."""
-    import contextlib
-
-    from megavlm.optim.slow_links import CodedUnitGather, CodedUnitReduction, coded_reductions, forget_errors
-
     with started(argv, run_dir) as run:
         found: dict[str, Any] = {"reduced": [], "gathered": []}
         comms: list[Any] = []
@@ -128,8 +122,6 @@ def collectives_of_a_step(argv: list[str], run_dir: str) -> dict[str, Any]:
 
 def int8(rows: Any) -> Any:
     """What 8-bit codes of blocks of 128 say of [rows, numbers], from the definition."""
-    import numpy as np
-
     count, size = rows.shape
     blocks = np.pad(rows, ((0, 0), (0, -size % 128))).reshape(count, -1, 128)
     mantissa, exponent = np.frexp(np.abs(blocks).max(-1, keepdims=True) / np.float32(127))
@@ -142,8 +134,6 @@ def test_units_send_what_codes_and_residuals_say(pools: Pools, tmp_path: Path, w
     """Codes are those of a numpy reference bit for bit; the second of two micro-batches sends what rounding took from
     the first.
     """
-    import numpy as np
-
     argv = [*SMALL, "--no-save", *f"{FULL} {GRADIENTS} {WEIGHTS} --global-batch-size {2 * world}".split()]
     argv += ["--set", f"parallel.compress_group_size={group}"]
     ranks = pools(world).run(collectives_of_a_step, argv, str(tmp_path / "run"))

@@ -11,7 +11,10 @@ from unittest.mock import patch
 import pytest
 
 from megavlm.arch import tensor_split
+from megavlm.model.rank_parts import part_of_rank
+from megavlm.model.vlm import bare_chunk
 from megavlm.programs import convert
+from megavlm.train import loop
 from tests.support import hf
 from tests.support.answers import answers
 from tests.support.covering import short_and_long, slow
@@ -91,10 +94,6 @@ def train_without_alignment(argv: list[str], run_dir: str) -> None:
 
 def train_with_padding(argv: list[str], run_dir: str) -> int:
     """As `train`; return how many numbers of this rank are padding, after a check that all of them are zeros."""
-    from megavlm.model.rank_parts import part_of_rank
-    from megavlm.model.vlm import bare_chunk
-    from megavlm.train import loop
-
     count, close = 0, loop.close
 
     def checked(run: Any, *error: Any) -> None:

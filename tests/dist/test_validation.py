@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from megavlm.checkpoint import folders
+from megavlm.data.loader import DataLoader
+from megavlm.errors import Stopped, UserError
+from megavlm.pipeline.schedule import Schedule
+from megavlm.train.hooks.held_out import ValidationHook
 from tests.support.covering import slow
 from tests.support.data_files import sources_of, write_held_out
 from tests.support.flags import DROPOUT
@@ -120,12 +125,6 @@ def test_training_is_bit_identical_with_and_without(pools, folder, tmp_path, wor
 
 def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: int) -> int:
     """Run until rank 0 is asked to stop in the validation after an iteration; return its batches after the request."""
-    from unittest.mock import patch
-
-    from megavlm.errors import Stopped
-    from megavlm.pipeline.schedule import Schedule
-    from megavlm.train.hooks.held_out import ValidationHook
-
     after, measured, losses = -1, ValidationHook.validate, Schedule.losses
     with asking_to_stop() as ask:
 
@@ -161,12 +160,6 @@ def test_a_request_to_stop_ends_a_validation_and_the_run_goes_on_where_it_was(po
 
 def train_with_a_lost_disk(argv: list[str], run_dir: str) -> None:
     """Run with validation data of which the second batch of the first validation cannot be read."""
-    from unittest.mock import patch
-
-    from megavlm.data.loader import DataLoader
-    from megavlm.errors import UserError
-    from megavlm.train.hooks.held_out import ValidationHook
-
     following, batches = ValidationHook._next_batch, 0
     read = DataLoader.next_step
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megavlm.programs import convert
+from megavlm.train import loop
+from megavlm.weights import Weights, _units
 from tests.support import hf
 from tests.support.covering import slow
 from tests.support.live_bytes import LiveBytes, standing_tensors
@@ -31,8 +33,6 @@ def train_and_send(argv: list[str], run_dir: str, port: int, adapters: bool) -> 
     """Train, and send the weights before the run closes, as SGLang takes them: names, types and shapes of a bucket,
     then a broadcast of each tensor.
     """
-    from megavlm.train import loop
-
     closing = loop.close
 
     def send(run: Any, error: BaseException | None = None) -> None:
@@ -45,8 +45,6 @@ def train_and_send(argv: list[str], run_dir: str, port: int, adapters: bool) -> 
 
 
 def _send(run: Any, port: int, adapters: bool) -> None:
-    from megavlm.weights import Weights, _units
-
     weights = Weights(run.engine.trained(), run.config, run.run_dir, adapters=adapters, bucket_bytes=BUCKET)
     described = [(meta.name, str(meta.dtype), list(meta.shape)) for meta in weights.metadata()]
     largest = 0 if adapters else max(BUCKET, *(unit.bytes for unit in _units(weights._exported())))

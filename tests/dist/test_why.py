@@ -14,7 +14,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
+from megavlm.checkpoint.saving import Saver
+from megavlm.data.loader import DataLoader, RankLoader
+from megavlm.model.vlm import VLMChunk
 from megavlm.programs.goodput import recoveries_of
 from megavlm.programs.history import DATA, LOST, SAVES, TRAINING, history_of, records_of
 from megavlm.programs.why import main
@@ -33,7 +37,6 @@ STEPS = 10
 
 def slowed(function: Callable[..., Any], *, rank: int | None = None) -> Callable[..., Any]:
     """The function, later, on one rank or on all."""
-    import torch.distributed as dist
 
     def late(*args: Any, **kwargs: Any) -> Any:
         if rank is None or dist.get_rank() == rank:
@@ -44,10 +47,6 @@ def slowed(function: Callable[..., Any], *, rank: int | None = None) -> Callable
 
 
 def train_impaired(argv: list[str], run_dir: str, cause: str) -> None:
-    from megavlm.checkpoint.saving import Saver
-    from megavlm.data.loader import RankLoader
-    from megavlm.model.vlm import VLMChunk
-
     impaired: dict[str, tuple[type, str, int | None]] = {
         "data": (RankLoader, "_make", None),
         "saves": (Saver, "begin", None),
@@ -140,10 +139,6 @@ def test_a_rank_that_stops_while_the_run_is_built_is_named_before_torch_gives_up
 
 def train_with_a_slow_rank(argv: list[str], run_dir: str) -> None:
     """Rank 1 sleeps before each step, as the attack's row 23."""
-    import torch.distributed as dist
-
-    from megavlm.data.loader import DataLoader
-
     original = DataLoader.next_step
 
     def slowly(loader: DataLoader):
@@ -169,10 +164,6 @@ def test_a_slow_rank_is_named_with_the_phase_in_which_it_is_slow(pools: Pools, t
 
 def where_ranks_are(argv: list[str], run_dir: str) -> Report:
     """Rank 1 is stuck inside a layer for some seconds; return what this rank's watchdog would report meanwhile."""
-    import torch.distributed as dist
-
-    from megavlm.model.vlm import VLMChunk
-
     original, found = VLMChunk.forward, []
     trained = threading.get_ident()
     seen = Path(run_dir, "seen")  # rank 0 has looked: ranks come to the layer at different times on a busy machine
