@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megavlm.command_line.migration import _converted, line_of
 from megavlm.command_line.migration_tables import CONVERSIONS, _data, conflicts, kinds, normalised
@@ -142,54 +143,17 @@ def test_a_folder_and_a_missing_file_are_one_line(tmp_path, capsys):
     assert main(["a", "b", "--to", "fsdp"]) == 2
 
 
-THERE_AND_BACK = {
-    "deepspeed": (
-        "ds_config.json",
-        "parallel: {data_parallel_sharding: full, secondary_shard_size: 4}\nprecision: {dtype: bf16}\n"
-        "execution: {offload: [optimizer=nvme:/local, parameters]}\nrun: {world_size: 8}\n"
-        "train: {micro_batch_size: 2, global_batch_size: 64, train_iters: 100}\n"
-        "optimizer: {lr: 1.0e-5, weight_decay: 0.1, clip_grad: 0.5, adam_beta1: 0.8, min_lr: 1.0e-6, "
-        "lr_warmup_iters: 10}\n",
-    ),
-    "deepspeed, fp16": (
-        "ds_config.json",
-        "parallel: {data_parallel_sharding: optimizer, overlap_grad_reduce: false}\nprecision: {dtype: fp16}\n"
-        "optimizer: {kind: lion, lion_beta2: 0.9, initial_loss_scale: 1024, loss_scale_window: 50, clip_grad: 0.0}\n"
-        "run: {world_size: 1}\n",
-    ),
-    "deepspeed, linear": (
-        "ds_config.json",
-        "parallel: {data_parallel_sharding: optimizer}\nrun: {world_size: 1}\ntrain: {train_iters: 50}\n"
-        "optimizer: {lr: 1.0e-4, lr_decay_style: linear, lr_warmup_iters: 5}\n",
-    ),
-    "deepspeed, constant": (
-        "ds_config.json",
-        "parallel: {data_parallel_sharding: optimizer}\nrun: {world_size: 1}\n"
-        "optimizer: {lr: 1.0e-4, lr_decay_style: constant, lr_warmup_iters: 5}\n",
-    ),
-    "fsdp, groups": (
-        "fsdp.yaml",
-        "parallel: {data_parallel_sharding: full, hybrid_shard_size: 2, tensor_model_parallel_size: 2}\n"
-        "train: {global_batch_size: 4}\nrun: {world_size: 8}\n",
-    ),
-    "fsdp": (
-        "fsdp.yaml",
-        "parallel: {data_parallel_sharding: optimizer_gradients, tensor_model_parallel_size: 2}\n"
-        "precision: {dtype: bf16}\nexecution: {recompute_granularity: full}\n"
-        "train: {global_batch_size: 4}\nrun: {world_size: 8}\n",
-    ),
-}
+THERE_AND_BACK = yaml.safe_load(Path(__file__).with_name("there_and_back.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", THERE_AND_BACK)
 def test_there_and_back(case: str, tmp_path, monkeypatch, capsys):
-    name, text = THERE_AND_BACK[case]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(THERE_AND_BACK[case]["options"]))
     before = parse(["--config", "run.yaml"])
     assert main(["run.yaml", "--to", case.partition(",")[0]]) == 0
     capsys.readouterr()
-    assert main([name, "--world-size", str(before.run.world_size), "--out", "back.yaml"]) == 0
+    assert main([THERE_AND_BACK[case]["file"], "--world-size", str(before.run.world_size), "--out", "back.yaml"]) == 0
     after = parse(["--config", "back.yaml"])
     assert {o.key for o in options() if value_at(before, o.path) != value_at(after, o.path)} == set()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megavlm.errors import UserError
 from megavlm.planner.hardware import PROFILES
@@ -270,54 +271,7 @@ def test_of_two_exchanges_the_faster_counts():
     assert found == {"product": {0: 7.0}, EXCHANGE: {0: 9.0, 1: 2.0}}
 
 
-TRAIN = "train --dry-run --tokenizer {d}/tokenizer --train-iters 2"
-
-# A command line, and what it is once the message's advice is taken. `{d}` is a folder of data.
-REMEDIES = {
-    "images elsewhere": (
-        "prepare {d}/records.jsonl {d}/out",
-        "prepare {d}/records.jsonl,image_root={d}/images {d}/out",
-    ),
-    "columns": (
-        f"{TRAIN} --datasets {{d}}/odd.jsonl",
-        f"{TRAIN} --datasets {{d}}/odd.jsonl,columns=question:q+answer:a",
-    ),
-    "preferences": (
-        f"{TRAIN} --datasets {{d}}/dpo.jsonl",
-        f"{TRAIN} --datasets {{d}}/dpo.jsonl,columns=response:chosen",
-    ),
-    "pairs": (f"{TRAIN} --datasets {{d}}/pairs.jsonl", f"{TRAIN} --datasets {{d}}/pairs.jsonl --objective contrastive"),
-    "no pairs": (
-        f"{TRAIN} --datasets {{d}}/text.jsonl --objective contrastive",
-        f"{TRAIN} --datasets {{d}}/text.jsonl",
-    ),
-    "packed": (f"{TRAIN} --datasets {{d}}/text.jsonl.gz", f"{TRAIN} --datasets {{d}}/text.jsonl"),
-    "two with a comma": (
-        f"{TRAIN} --datasets {{d}}/text.jsonl,{{d}}/more.jsonl",
-        f"{TRAIN} --datasets {{d}}/text.jsonl {{d}}/more.jsonl",
-    ),
-    "a part": (f"{TRAIN} --datasets {{d}}/text.jsonl#100", f"{TRAIN} --datasets {{d}}/text.jsonl"),
-    "tokenizer": (
-        "train --dry-run --datasets {d}/text.jsonl",
-        "train --dry-run --datasets {d}/text.jsonl --tokenizer {d}/tokenizer",
-    ),
-    "a file without --config": ("train --dry-run {d}/run.yaml", "train --dry-run --config {d}/run.yaml"),
-    "a folder as --config": ("train --dry-run --config {d}", "train --dry-run --config {d}/run.yaml"),
-    "a run's file as a sweep": ("sweep {d}/run.yaml --dry-run", "sweep {d}/grid.yaml --dry-run"),
-    "flags of the run": (
-        "launch kubernetes --image i --nodes 1 --gpus-per-node 1 --dry-run --recipe demo --run-dir /runs/a",
-        "launch kubernetes --image i --nodes 1 --gpus-per-node 1 --dry-run -- --recipe demo --run-dir /runs/a",
-    ),
-    "a folder in a store": ("prepare {d}/text.jsonl gs://bucket/tars", "prepare {d}/text.jsonl {d}/stored"),
-    "a folder that nobody can make": ("prepare {d}/text.jsonl /proc/tars", "prepare {d}/text.jsonl {d}/elsewhere"),
-    "a name of the hub to plan": ("plan --gpus 1 --model acme/vlm", "plan --gpus 1 --hf acme/vlm"),
-}
-
-# What is missing then.
-LATER = {
-    "flags of the run": "--run-dir /runs/a is on the disk of each pod",
-    "a name of the hub to plan": "--hf acme/vlm is neither",
-}
+REMEDIES = yaml.safe_load(Path(__file__).with_name("remedies.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +324,7 @@ def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("case", REMEDIES)
 def test_what_a_message_proposes_leads_on(case: str, data: Path, answer: Callable[[str], str]) -> None:
-    mistaken, mended = (line.format(d=data) for line in REMEDIES[case])
+    mistaken, mended = (REMEDIES[case][line].format(d=data) for line in ("mistaken", "mended"))
     message = answer(mistaken)
     new = set(re.findall(r"(?<![\w-])--[a-z-]+|[a-z_]+(?==)", mended))
     new -= set(re.findall(r"(?<![\w-])--[a-z-]+|[a-z_]+(?==)", mistaken))
@@ -378,4 +332,4 @@ def test_what_a_message_proposes_leads_on(case: str, data: Path, answer: Callabl
     assert {word for word in new if word not in message} == set()
     after = answer(mended)
     assert after != message
-    assert LATER[case] in after if case in LATER else not after
+    assert REMEDIES[case]["later"] in after if "later" in REMEDIES[case] else not after
