@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from PIL import Image
 
 from megavlm.data.types import ImageRef, VideoRef
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.bad_sample import Reason
 from megavlm.programs.evaluation.answers import Answer, AnswerFolder, refuse_unreadable, remaining
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import check_names, read_task, task_option
+from tests.support.hostile import reason_of
 
 RECORDS: list[dict[str, Any]] = [
     {"image": "cat.png", "question": "What is it?", "answers": ["cat", "a cat"]},
@@ -96,9 +98,7 @@ def test_a_question_about_videos(file: Path) -> None:
 
 def test_images_outside_of_the_root_are_refused(file: Path) -> None:
     task = read_task(task_option(str(file)))
-    with pytest.raises(BadSample) as error:
-        task.pictures(task.questions[3])
-    assert error.value.reason == Reason.OUTSIDE
+    assert reason_of(task.pictures, task.questions[3]) is Reason.OUTSIDE
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,8 @@ def test_a_bad_record_is_named_in_one_line(tmp_path: Path, record: Any, says: st
     ],
 )
 def test_a_mistake_in_an_option_is_named(file: Path, given: str, says: str) -> None:
-    with pytest.raises(UserError, match="--task") as error:
+    with pytest.raises(UserError, match=rf"--task.*{re.escape(says)}"):
         read_task(task_option(given.format(file=file)))
-    assert says in str(error.value)
     with pytest.raises(UserError, match="two tasks named task"):
         check_names([task_option(str(file))] * 2)
 

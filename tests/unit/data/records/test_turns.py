@@ -277,9 +277,7 @@ def test_where_videos_stand(said: Any, fields: dict[str, Any], expected: tuple[A
     ],
 )
 def test_what_is_wrong_with_a_record(said: Any, fields: dict[str, Any], reason: Reason) -> None:
-    with pytest.raises(BadSample) as raised:
-        read(said, **fields)
-    assert raised.value.reason is reason
+    assert reason_of(read, said, **fields) is reason
 
 
 def test_files_and_folders_of_frames(tmp_path: Path) -> None:
