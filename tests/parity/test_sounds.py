@@ -34,8 +34,8 @@ from megavlm.inference.assistant import Assistant
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.inputs.layout import Film, Layout, Prompt, Tile
 from megavlm.inputs.sounds import RATE, SoundProcessor, with_sound
+from megavlm.programs import chat
 from megavlm.programs.evaluation import evaluate
-from megavlm.programs.inference import chat
 from tests.support import hf
 from tests.support.gates import hold
 from tests.support.harness import Single, difference
