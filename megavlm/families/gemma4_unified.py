@@ -83,11 +83,11 @@ def complete(model: Any) -> None:
         if not isinstance(given.get("attention_mask"), dict):
             known = {name: given.get(name) for name in ("attention_mask", "past_key_values", "position_ids")}
             kinds, embedded = given.get("mm_token_type_ids"), module.get_input_embeddings()(given["input_ids"])
-            masks = module.create_masks_for_generate(module.config, embedded, **known, mm_token_type_ids=kinds)
+            masks = model.create_masks_for_generate(model.config, embedded, **known, mm_token_type_ids=kinds)
             given = {**given, "attention_mask": masks}
         return args, given
 
-    model.register_forward_pre_hook(with_masks, with_kwargs=True)
+    model.model.register_forward_pre_hook(with_masks, with_kwargs=True)  # PEFT does not call the model around it
 
 
 FAMILY = replace(

@@ -41,6 +41,7 @@ LORA = (
 OTHERS = [name for name in SINGLE if name != "llava"]
 TARGETS = {  # PEFT takes adapters of their MLPs for adapters of experts, but for those of a model that hears
     "omni": "language vision audio --set data.sound_frames=[9,0,4]",
+    "gemma4-unified": "language --freeze vision projector",
     "glm4v-moe": "q_proj k_proj v_proj o_proj",
     "kimi-moe": "q_a_proj q_b_proj kv_b_proj q_proj k_proj v_proj o_proj",
 }
@@ -137,7 +138,7 @@ def test_trained_adapters_are_pefts(pools: Pools, tmp_path: Path, family: str, t
     folder = hf.save(theirs, tmp_path / "hf")
     name = hf.family_in(folder)
     argv = (
-        f"--init-from {folder} --lora-rank 3 --lora-alpha 6 --lora-targets {targets} --freeze projector "
+        f"--init-from {folder} --lora-rank 3 --lora-alpha 6 --freeze projector --lora-targets {targets} "
         f"--global-batch-size 4 --seq-length {hf.LENGTH} --lr 1e-2 --lr-decay-style constant --weight-decay 0 "
         f"--adam-beta2 0.999 --clip-grad 0 --no-tensorboard --precision fp32 --image-sizes {square(family)}"
     ).split()
