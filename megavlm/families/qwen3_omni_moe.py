@@ -98,5 +98,6 @@ FAMILY = replace(
     videos=replace(VIDEOS, classes=(), model_types=_TYPES, build=lambda *_: None),  # whose times are not known here
     image_text=qwen_vl.IMAGE,
     unused=(r"talker\..*", r"code2wav\..*"),
+    not_in_peft=("gate_proj", "up_proj", "down_proj"),
     name_prefixes=(replace(_HELD, experts="stacked"), *_SAVED),
 )

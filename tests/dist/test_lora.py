@@ -42,7 +42,7 @@ OTHERS = [name for name in SINGLE if name != "llava"]
 TARGETS = {  # PEFT takes adapters of their MLPs for adapters of experts, but for those of a model that hears
     "omni": "language vision audio --set data.sound_frames=[9,0,4]",
     "gemma4-unified": "language --freeze vision projector",
-    "glm4v-moe": "q_proj k_proj v_proj o_proj",
+    **dict.fromkeys(("glm4v-moe", "omni3-moe"), "q_proj k_proj v_proj o_proj"),
     "kimi-moe": "q_a_proj q_b_proj kv_b_proj q_proj k_proj v_proj o_proj",
 }
 LATENT = {"kimi-moe": ".q_b_proj"}  # what queries of latent attention are called

@@ -107,6 +107,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qianfan_ocr", {"vision_config": {"use_qk_norm": True}}, "use_qk_norm"),
     ("glm_ocr", {"vision_config": {"attention_bias": False}}, "attention_bias"),
     ("kimi_k25", {"vision_config": {"pos_emb_width": 32}}, "pos_emb_width = 32 is not supported"),
+    (
+        *("qwen3_omni_moe", {"vision_config": {"out_hidden_size": 2048}, "audio_config": {"n_window": 60}}),
+        "n_window = 60 is not supported",
+    ),
     ("kimi_k25", {"vision_config": {"mm_projector_type": "patchmergerv2"}}, "mm_projector_type"),
     ("kimi_k25", {"projection_hidden_size": 8}, "projection_hidden_size = 8 is not supported"),
     ("kimi_k25", {"text_config": {"model_type": "llama"}}, "only DeepSeek-V3 is known here"),

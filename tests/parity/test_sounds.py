@@ -183,6 +183,17 @@ def test_text_follows_the_last_moment_of_a_silent_video() -> None:
     assert mrope_positions(np.array(tokens) == video, runs, merge=2, timed=True).tolist() == theirs[:, 0].tolist()
 
 
+def test_a_short_sound_does_not_depend_on_its_neighbours(single: Single, tmp_path: Path) -> None:
+    """Transformers pads all chunks to the longest of a batch, which the convolutions of Qwen3-Omni see."""
+    folder = hf.save(tiny("omni3-moe"), tmp_path / "hf")
+    config = hf.config_for(folder)
+    engine = hf.engine_for(config, folder, single)
+    samples = hf.samples_of(config, [[(12,)], [(117,)]], seed=3)
+    batches = [hf.batch_of_rows(config, [[each] for each in given]) for given in (samples[:1], samples)]
+    (alone,), (beside,) = (engine.schedule.logits([batch]) for batch in batches)
+    assert difference(beside[:1], alone, "logits") < 1e-6
+
+
 def test_files_are_read_at_16_khz(tmp_path: Path) -> None:
     """Two channels at 48 kHz, of which one is silent; the samples of a file at 16 kHz come back as they are."""
     given = (tone(4800) * 32767).astype(np.int16)
