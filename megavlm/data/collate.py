@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from megavlm.data.source import Source
 
 
-# A run of features: (rows, columns) of a grid of patches, the time positions at which the grid occurs, and the `pieces`
-# of a `Film`.
-Run = tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]
+# A run of features: (rows, columns) of a grid of patches, the time positions at which the grid occurs, and `pieces` and
+# `shares_marks` of a `Film`.
+Run = tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], bool]
 Crop = tuple[int, int, int, int]  # token range [start, end) of a picture's features, and their rows and columns
 
 
@@ -292,9 +292,9 @@ def runs_of(sample: Sample) -> list[Run]:
         run
         for image in sample.images
         for run in (
-            [(image.grids[0], image.film.moments, image.film.pieces)]
+            [(image.grids[0], image.film.moments, image.film.pieces, image.film.shares_marks)]
             if image.film is not None and image.film.moments
-            else [(grid, (0,), ()) for grid in image.grids]
+            else [(grid, (0,), (), False) for grid in image.grids]
         )
     ]
 
@@ -307,7 +307,7 @@ def mrope_positions(are_features: Mask, runs: Sequence[Run], *, merge: int, time
     image's longer side, the first position that none of its features reached. In a video, a group of frames has the
     time t + its own moment; text after the video continues as after an image, as in Transformers from 5.3 on, or if
     `timed`, as in Qwen2.5-Omni, past its last moment. Features of a sound count as text, and so does padding. If a
-    video and its sound take turns, both begin at t, the two marks before them share a position, and so do those after.
+    video and its sound take turns, both begin at t; the two marks before them may share a position, and those after.
 
     Args:
         are_features: [S] mask of the tokens that are features of images and videos.
@@ -316,8 +316,8 @@ def mrope_positions(are_features: Mask, runs: Sequence[Run], *, merge: int, time
     positions = np.empty((3, len(are_features)), dtype=np.int64)
     starts = np.flatnonzero(are_features)
     place = moment = 0
-    for grid, moments, pieces in runs:
-        rows, columns, shared = grid[0] // merge, grid[1] // merge, int(bool(pieces))
+    for grid, moments, pieces, shares_marks in runs:
+        rows, columns, shared = grid[0] // merge, grid[1] // merge, int(bool(pieces) and shares_marks)
         first = int(starts[np.searchsorted(starts, place)])
         positions[:, place:first] = np.arange(moment, moment + first - place)
         positions[:, first - shared : first] -= 1

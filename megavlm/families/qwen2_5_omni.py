@@ -174,11 +174,17 @@ class OmniVideo(QwenVideo):
 
 
 def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> OmniVideo:
-    """Return the video processor; Transformers' processor takes no bounds of pixels from files."""
-    bounds = {"min_pixels": None, "max_pixels": None, "size": VIDEOS.defaults["size"]}
+    """Return the video processor."""
+    fields = video_fields(options, model, size=VIDEOS.defaults["size"])
+    return OmniVideo(**shared, **fields, **_MARKS, text=VIDEO)
+
+
+def video_fields(options: Json, model: ModelConfig, *, size: Json) -> dict[str, Any]:
+    """Return fields of `OmniVideo`; Transformers' processor has bounds of pixels `size`, and takes none from files."""
+    bounds = {"min_pixels": None, "max_pixels": None, "size": size}
     kept = {name: value for name, value in {**options, **bounds}.items() if value is not None}
-    fields = {**shared, **qwen_fields(kept, model), **_MARKS}
-    return OmniVideo(**fields, text=VIDEO, number=model.video_token, steps_per_second=model.video_steps_per_second)
+    steps = model.video_steps_per_second
+    return {**qwen_fields(kept, model), "number": model.video_token, "steps_per_second": steps}
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
@@ -186,7 +192,8 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     built: Any = qwen_vl.build_processor(options, model, shared)
     longest = RATE * options.get("chunk_length", 300)
     marks = {"text": AUDIO, "start": "<|audio_bos|>", "end": "<|audio_eos|>"}
-    sounds = build_sounds(options, model, longest=longest, **marks)
+    turn = int((model.video_steps_per_second or 0) * _TURN)
+    sounds = build_sounds(options, model, longest=longest, turn=turn, **marks)
     return replace(built, **_MARKS, image_token=IMAGE, placeholder=IMAGE.join(_MARKS.values()), sounds=sounds)
 
 
@@ -195,8 +202,7 @@ def build_sounds(options: Json, model: ModelConfig, **fields: Any) -> SoundProce
     for name, known in {"feature_size": model.audio.mel_bins, **_SOUNDS}.items():
         require_model_value(options, name, known)
     assert model.audio_token is not None
-    turn = int((model.video_steps_per_second or 0) * _TURN)
-    return SoundProcessor(audio=model.audio, number=model.audio_token, turn=turn, **fields)
+    return SoundProcessor(audio=model.audio, number=model.audio_token, **fields)
 
 
 FAMILY = Family(

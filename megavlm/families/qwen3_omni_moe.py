@@ -2,12 +2,13 @@
 merged at audio tokens.
 
 Three convolutions over time and frequencies make 13 features of a second of sound, each with a position as a token of
-text has. The speaking parts (`talker`, `code2wav`) are not trained, and are exported unchanged.
+text has; frames of videos are as many steps apart. The speaking parts (`talker`, `code2wav`) are not trained, and are
+exported unchanged.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megavlm.arch.layers import AUDIO_EMBED, AUDIO_PROJECTOR
@@ -20,13 +21,17 @@ from megavlm.families.shared.qwen_vl import with_defaults
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear, module
 from megavlm.families.shared.videos import VIDEOS
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Layout
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import Json
 from megavlm.inputs.sounds import RATE
+from megavlm.inputs.video import Budget, Clip
 
 _TYPES = ("qwen3_omni_moe_thinker", "qwen3_omni_moe")
 _CHUNK = 50  # twice as many frames make 13 features, a number that Transformers has in its code
 _MARKS = {"text": "<|audio_pad|>", "start": "<|audio_start|>", "end": "<|audio_end|>"}
+_VIDEO_SIZE = {"shortest_edge": 128 * 32**2, "longest_edge": 768 * 32**2}
 _TEXT: dict[str, Any] = {
     "vocab_size": 3584,
     "intermediate_size": 18944,
@@ -60,8 +65,13 @@ def config(settings: Settings) -> ModelConfig:
         window_chunks=max(1, sounds.need("n_window_infer") // (2 * _CHUNK)),
     )
     normalized = text.get("norm_topk_prob", True)
-    experts = qwen_experts(text, layers=model.language.num_layers, normalized=normalized)
-    return replace(model, experts=experts, audio=audio, audio_token=thinker.get("audio_token_id", 151646))
+    return replace(
+        model,
+        experts=qwen_experts(text, layers=model.language.num_layers, normalized=normalized),
+        audio=audio,
+        audio_token=thinker.get("audio_token_id", 151646),
+        video_steps_per_second=thinker.get("position_id_per_seconds", 25),
+    )
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
@@ -77,6 +87,23 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **linear(f"{AUDIO_PROJECTOR}.inner", f"{prefix}proj1", bias=True),
         **linear(f"{AUDIO_PROJECTOR}.linear", f"{prefix}proj2", bias=True),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WholeSteps(qwen2_5_omni.OmniVideo):
+    """Videos whose groups of frames are a whole number of M-RoPE steps apart: Transformers keeps fractions."""
+
+    def layout(self, clip: Clip, budget: Budget) -> Layout:
+        rate = budget.rate_of_images
+        if self.frames_per_patch * (self.steps_per_second or 0) / rate % 1:
+            message = f"times of {rate:g} frames a second are no whole M-RoPE steps: use 1 or 2 (--video-fps)"
+            raise BadSample(Reason.UNSUPPORTED, message)
+        return super().layout(clip, budget)
+
+
+def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> _WholeSteps:
+    """Return the video processor."""
+    return _WholeSteps(**shared, **qwen2_5_omni.video_fields(options, model, size=_VIDEO_SIZE))
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
@@ -95,7 +122,7 @@ FAMILY = replace(
     image_processors=(
         replace(qwen_vl.PROCESSOR, model_types=_TYPES, build=build_processor, ranges=qwen2_5_omni.RANGES),
     ),
-    videos=replace(VIDEOS, classes=(), model_types=_TYPES, build=lambda *_: None),  # whose times are not known here
+    videos=replace(VIDEOS, classes=(), model_types=_TYPES, build=build_video),
     image_text=qwen_vl.IMAGE,
     unused=(r"talker\..*", r"code2wav\..*"),
     not_in_peft=("gate_proj", "up_proj", "down_proj"),

@@ -58,6 +58,7 @@ class Film:
     moments: tuple[int, ...] = ()
     # How many tokens of the video, then of its sound, then of the video, … follow one another, if its sound is heard.
     pieces: tuple[int, ...] = ()
+    shares_marks: bool = True  # whether both marks before the pieces have one position, and those behind, too
 
 
 @dataclass(frozen=True)

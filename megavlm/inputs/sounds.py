@@ -43,7 +43,7 @@ class SoundProcessor:
 
     With `padded`, silence follows a sound, as in a reference that fills it up to `longest`. Otherwise the end is as
     where a sound is alone in a batch: frames that reach beyond it are reflected, and begin before the last whole hop.
-    The sound of a video takes turns with its features, each for `turn` M-RoPE steps of time.
+    The sound of a video takes turns with its features, each for `turn` M-RoPE steps of time; None: as in `with_sound`.
     """
 
     audio: AudioConfig
@@ -53,7 +53,7 @@ class SoundProcessor:
     start: str
     end: str
     padded: bool = True
-    turn: int = 50
+    turn: int | None = None
 
     def layout(self, samples: int, image_token: str) -> Layout:
         """Return the prompt of a sound, in whose place the tokenizer sees an image. Raises BadSample for a click."""
@@ -83,9 +83,14 @@ class SoundProcessor:
         return -(-samples // _HOP) if self.padded else samples // _HOP
 
 
-def with_sound(video: Layout, sound: Layout, *, turn: int) -> Layout:
-    """Return the layout of a video and its sound, whose tokens take turns, each for `turn` M-RoPE steps of time."""
+def with_sound(video: Layout, sound: Layout, *, turn: int | None) -> Layout:
+    """Return the layout of a video and its sound, whose tokens take turns, each for `turn` M-RoPE steps of time.
+
+    None: the sound follows each group of frames, and marks have positions of their own (Qwen3-Omni).
+    """
     assert video.film is not None
+    shares_marks = turn is not None
+    turn = turn or next(iter(video.film.moments[1:]), sound.features)
     times = np.repeat(video.film.moments, video.features // len(video.film.moments)).tolist()
     pieces = tuple(chain(*zip_longest(_turns(times, turn), _turns(range(sound.features), turn), fillvalue=0)))
     (first, last), (start, end) = video.prompt.texts, sound.prompt.texts
@@ -95,7 +100,8 @@ def with_sound(video: Layout, sound: Layout, *, turn: int) -> Layout:
         runs=pieces,
         each=(video.prompt.number, sound.prompt.number) * (len(pieces) // 2),
     )
-    return replace(video, prompt=prompt, film=replace(video.film, pieces=pieces), frames=sound.frames)
+    film = replace(video.film, pieces=pieces, shares_marks=shares_marks)
+    return replace(video, prompt=prompt, film=film, frames=sound.frames)
 
 
 def in_turn(shown: NDArray[np.int64], pieces: Sequence[int]) -> tuple[NDArray[np.int64], int]:

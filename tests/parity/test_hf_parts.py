@@ -169,7 +169,8 @@ def test_loss_gradients_and_files(name: str, single: Single, tmp_path: Path) -> 
 def lora_run(folder: Path, single: Single, dropout: float) -> tuple[Config, Engine]:
     """An engine whose adapters are no longer at their start, where B is zero and A has no gradient."""
     config = hf.config_for(folder)
-    targets = ("language", "vision", *(["experts"] if config.model.experts.num_experts else []))
+    others = {"audio": config.model.audio.num_layers, "experts": config.model.experts.num_experts}
+    targets = ("language", "vision", *(name for name, count in others.items() if count))
     lora = LoraConfig(rank=3, alpha=6.0, dropout=dropout, targets=targets)
     frozen = ("projector",) if config.model.vision.num_layers else ("vision", "projector")
     config = replace(config, lora=lora, model=replace(config.model, freeze=frozen))

@@ -20,6 +20,7 @@ from PIL import Image
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor
 
 from megavlm.arch.image_tokens import features_of
 from megavlm.checkpoint.hf.hf_files import HfFolder
@@ -109,23 +110,28 @@ def test_positions_of_sounds_count_as_those_of_text(name: str, frames: tuple[int
         attention_mask=torch.ones_like(given),
         audio_seqlens=torch.tensor(frames),
     )
-    ours = mrope_positions(np.array(tokens) == image, [((4, 6), (0,), ())], merge=2)
+    ours = mrope_positions(np.array(tokens) == image, [((4, 6), (0,), (), False)], merge=2)
     assert ours.tolist() == theirs[:, 0].tolist()
 
 
+@pytest.mark.parametrize("name", ["omni", "omni3-moe"])
 @pytest.mark.parametrize(
     ("groups", "seconds", "frames"),
     # Sounds that end after the video, before it, and with it; groups further apart than a turn, and one group.
     [(3, 1.0, 900), (7, 1.0, 150), (6, 0.5, 300), (4, 5.0, 1900), (1, 1.0, 9), (5, 2.0, 421)],
 )
-def test_a_video_and_its_sound_take_turns(groups: int, seconds: float, frames: int) -> None:
+def test_a_video_and_its_sound_take_turns(name: str, groups: int, seconds: float, frames: int) -> None:
     """Between an image and another sound; the tokens of Transformers' processor, and the positions of its model."""
-    model = tiny("omni").model
+    model = tiny(name).model
     config = model.config
+    kind, audio, other, turn = Qwen2_5OmniProcessor, AudioConfig(), 11, 50
+    if name == "omni3-moe":  # at whole steps
+        kind, audio, other, turn = Qwen3OmniMoeProcessor, AudioConfig(conv_channels=6, chunk_frames=100), 24, None
+        seconds *= 2
     image, video, sound = config.image_token_id, config.video_token_id, config.audio_token_id
     marks = config.vision_start_token_id, config.audio_start_token_id
     reader = bare(
-        Qwen2_5OmniProcessor,
+        kind,
         **{"video_token": "V", "audio_token": "A", "audio_bos_token": "[", "audio_eos_token": "]"},
         video_processor=SimpleNamespace(merge_size=2),
     )
@@ -133,18 +139,16 @@ def test_a_video_and_its_sound_take_turns(groups: int, seconds: float, frames: i
     text = reader.replace_video_with_audio_token(
         grids,
         0,
-        {"num_audio_tokens": [features_of(frames, AudioConfig())]},
+        {"num_audio_tokens": [features_of(frames, audio)]},
         0,
-        position_id_per_seconds=25,
+        position_id_per_seconds=config.position_id_per_seconds,
         seconds_per_chunk=2.0,
     )
-    film = Film(tuple(range(groups)), (0.0,) * groups, moments_of(groups, seconds, 25))
+    film = Film(tuple(range(groups)), (0.0,) * groups, moments_of(groups, seconds, config.position_id_per_seconds))
     prompt = Prompt("V", ("<", ">"), (groups * 6,), video)
     layout = Layout((0, 0), (Tile(0, 0, (4, 6)),) * groups, (0, 0), prompt, film)
-    heard = Layout(
-        (frames, 12), (), (0, 0), Prompt("V", ("[", "]"), (features_of(frames, AudioConfig()),), sound), frames=frames
-    )
-    ours = with_sound(layout, heard, turn=50)
+    prompt = Prompt("V", ("[", "]"), (features_of(frames, audio),), sound)
+    ours = with_sound(layout, Layout((frames, 12), (), (0, 0), prompt, frames=frames), turn=turn)
     pieces = zip(ours.prompt.numbers, ours.prompt.runs, strict=True)
     written = "".join("VA"[number == sound] * run for number, run in pieces)
     assert f"<[{written}]>" == f"<{text}>"
@@ -159,17 +163,18 @@ def test_a_video_and_its_sound_take_turns(groups: int, seconds: float, frames: i
         video_grid_thw=grids["video_grid_thw"],
         attention_mask=torch.ones_like(given),
         use_audio_in_video=True,
-        audio_seqlens=torch.tensor([frames, 11]),
+        audio_seqlens=torch.tensor([frames, other]),
         second_per_grids=torch.tensor([seconds]),
     )
     assert film is not None
-    runs = [((4, 6), (0,), ()), ((4, 6), film.moments, film.pieces)]
+    runs = [((4, 6), (0,), (), False), ((4, 6), film.moments, film.pieces, film.shares_marks)]
     found = mrope_positions(np.isin(tokens, [image, video]), runs, merge=2, timed=True)
     assert found.tolist() == theirs[:, 0].tolist()
 
 
-def test_text_follows_the_last_moment_of_a_silent_video() -> None:
-    model = tiny("omni").model
+@pytest.mark.parametrize(("name", "moments"), [("omni", (0, 25, 50)), ("omni3-moe", (0, 13, 26))])
+def test_text_follows_the_last_moment_of_a_silent_video(name: str, moments: tuple[int, ...]) -> None:
+    model = tiny(name).model
     video, start = model.config.video_token_id, model.config.vision_start_token_id
     tokens = [1, start, *[video] * 18, 3, 4]
     given = torch.tensor([tokens])
@@ -179,7 +184,7 @@ def test_text_follows_the_last_moment_of_a_silent_video() -> None:
         attention_mask=torch.ones_like(given),
         second_per_grids=torch.tensor([1.0]),
     )
-    runs = [((4, 6), (0, 25, 50), ())]
+    runs = [((4, 6), moments, (), False)]
     assert mrope_positions(np.array(tokens) == video, runs, merge=2, timed=True).tolist() == theirs[:, 0].tolist()
 
 
@@ -353,11 +358,10 @@ def write_talk(path: Path, samples: np.ndarray, *, frames: int) -> None:
 
 
 @pytest.mark.parametrize("heard", [True, False])
-@pytest.mark.parametrize("omni", ["omni"], indirect=True)
 def test_a_video_with_its_sound_gives_the_logits_of_transformers(
     omni: Omni, single: Single, tmp_path: Path, heard: bool
 ) -> None:
-    """Frames of two seconds each, and two seconds of sound between them; or no sound."""
+    """Frames of two seconds each, and two seconds of sound with them; or no sound."""
     folder, theirs, _ = omni
     samples = (tone(SECONDS * RATE) * 32767).astype(np.int16)
     write_talk(tmp_path / "it.mkv", samples[: len(samples) * heard], frames=4)

@@ -126,7 +126,7 @@ def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, s
             else:
                 assert model.video_token is not None
                 # As Qwen3-VL's and Gemma 4's, each of which has its time before it.
-                apart = model.language.mrope_interleaved or model.language.bidirectional_windows
+                apart = _are_apart(model) or model.language.bidirectional_windows
                 tokens.append(words.pop())
                 for place, _ in enumerate(each.grids):
                     tokens += [words.pop()] * (apart or not place) + [model.video_token] * next(counts)
@@ -189,10 +189,15 @@ def _picture(size: Any, model: ModelConfig, *, seed: int) -> Image | LoadedImage
     if not frames:
         return Image(height, width, patch, partial(np.asarray, arrays[0]))
     groups = -(-len(arrays) // span)
-    moments = () if model.language.mrope_interleaved else tuple(range(0, 3 * groups, 3))
+    moments = () if _are_apart(model) else tuple(range(0, 3 * groups, 3))
     film = Film(tuple(range(len(arrays))), (0.0,) * len(arrays), moments)
     pixels = normalised([cells_of(array, patch) for array in arrays], span, mean=0.5, std=0.5)
     return LoadedImage((grid_of(height, width, patch),) * groups, pixels, film=film)
+
+
+def _are_apart(model: ModelConfig) -> bool:
+    """Whether there is text between the groups of a video, as in Qwen3-VL and not in Qwen3-Omni."""
+    return model.language.mrope_interleaved and model.video_steps_per_second is None
 
 
 def tiled(

@@ -211,6 +211,7 @@ OMNI3: dict[str, Any] = {
         "downsample_hidden_size": 6,
     },
     **{"image_token_id": 60, "video_token_id": 59, "audio_token_id": 56, "vision_start_token_id": 58},
+    "position_id_per_seconds": 13,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "omni3-moe": _of(
@@ -473,6 +474,7 @@ IMAGES: dict[str, Any] = {
 # (frames, height, width) of videos beside images. Qwen: three frames fill two groups, of which the second repeats the
 # last; the second micro-batch has none, so that its patches are narrower. Transformers takes OneVision's of one length.
 VIDEOS: dict[str, Any] = {
+    "omni3": ([[(117,), (3, 16, 16)], []], [[(2, 8, 8), (8, 8)], [(4, 16, 24)]], [[], [(8, 16)]]),
     "minicpmv": ([[(2, 32, 16), (16, 16)], [(32, 48)]], [[], [(1, 16, 32), (2, 16, 16)]]),
     **dict.fromkeys(
         ("qwen", "cosmos3", "exaone"),

@@ -204,7 +204,7 @@ def test_equals_transformers(pieces: list[Piece], words_after: int, seconds: flo
         second_per_grid_ts=torch.tensor([seconds for *_, groups in pieces if groups]),
     )
     runs = [
-        ((2 * rows, 2 * columns), moments_of(groups, seconds, step) if groups else (0,), ())
+        ((2 * rows, 2 * columns), moments_of(groups, seconds, step) if groups else (0,), (), False)
         for _, rows, columns, groups in pieces
     ]
     assert mrope_positions(np.array(kinds) > 0, runs, merge=2).tolist() == expected[:, 0].tolist()
@@ -215,7 +215,7 @@ def kinds_of(words: int, features: int, groups: int) -> list[int]:
 
 
 def stills(*grids: tuple[int, int]) -> list[Run]:
-    return [(grid, (0,), ()) for grid in grids]
+    return [(grid, (0,), (), False) for grid in grids]
 
 
 SLICE, END_OF_SLICE, BEGIN_IMAGE, END_OF_IMAGE, BREAK, PICTURE_TOKEN = range(90, 96)
