@@ -29,12 +29,13 @@ from megavlm.data import clips
 from megavlm.data.collate import CollateSpec, collate, mrope_positions
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Segment
-from megavlm.families import family_of
+from megavlm.families import family_of, processor_from, published_model
 from megavlm.families.shared.videos import moments_of
 from megavlm.inference.assistant import Assistant
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.inputs.layout import Film, Layout, Prompt, Tile
 from megavlm.inputs.sounds import RATE, SoundProcessor, with_sound
+from megavlm.inputs.video import Budget, Clip
 from megavlm.programs import chat
 from megavlm.programs.evaluation import evaluate
 from tests.support import hf
@@ -338,6 +339,21 @@ def test_a_record_gives_the_logits_that_transformers_gives(omni: Omni, single: S
     with torch.no_grad():
         expected = theirs(**inputs, use_cache=False).logits
     hold(hf.family_in(folder), "record", difference(logits[:, : len(sample)], expected, "logits"))
+
+
+def test_frames_whose_times_are_no_whole_steps_are_refused() -> None:
+    """Thirteen steps a second, of which Transformers keeps fractions."""
+    reader = {"image_processor_type": "Qwen2VLImageProcessor", "feature_extractor_type": "WhisperFeatureExtractor"}
+    sizes = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
+    model = published_model("qwen3_omni_30b_a3b")
+    videos = processor_from({**reader, **sizes}, model, model_type="qwen3_omni_moe").video
+    assert videos is not None
+    clip = Clip(64, 96, tuple(number / 10 for number in range(40)), 10.0)
+    film = videos.layout(clip, Budget(fps=2)).film
+    assert film is not None
+    assert film.moments == (0, 13, 26, 39)
+    with pytest.raises(BadSample, match="times of 4 frames a second are no whole"):
+        videos.layout(clip, Budget(fps=4))
 
 
 def write_talk(path: Path, samples: np.ndarray, *, frames: int) -> None:
