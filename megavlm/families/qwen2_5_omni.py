@@ -175,8 +175,8 @@ class OmniVideo(QwenVideo):
 
 def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> OmniVideo:
     """Return the video processor."""
-    fields = video_fields(options, model, size=VIDEOS.defaults["size"])
-    return OmniVideo(**shared, **fields, **_MARKS, text=VIDEO)
+    fields = {**shared, **video_fields(options, model, size=VIDEOS.defaults["size"]), **_MARKS}
+    return OmniVideo(**fields, text=VIDEO)
 
 
 def video_fields(options: Json, model: ModelConfig, *, size: Json) -> dict[str, Any]:
