@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shutil
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,12 +40,13 @@ class ModelFolder:
     results: Path  # default folder for results of this model
 
 
-def model_folder(path: Path, *, say: Callable[[str], None]) -> ModelFolder:
+def model_folder(path: Path) -> ModelFolder:
     """Return the Hugging Face folder at `path`, or for a run the export of its newest checkpoint.
 
     A Hugging Face folder may be an export in parts, or a name on the hub. The export of a run is
-    `RUN_DIR/exports/iter_…` with adapters merged; it is written if it is missing or has other weights. Raises UserError
-    if `path` is neither such a folder nor a run with a checkpoint, or if the run cannot be exported.
+    `RUN_DIR/exports/iter_…` with adapters merged; it is written if it is missing or has other weights, which a line on
+    stderr tells. Raises UserError if `path` is neither such a folder nor a run with a checkpoint, or if the run cannot
+    be exported.
     """
     given, path = path, local_path(str(path), "MODEL")
     if (path / "config.json").is_file() or is_in_parts(path):
@@ -61,7 +62,7 @@ def model_folder(path: Path, *, say: Callable[[str], None]) -> ModelFolder:
         ) from error
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
     digest = _digest_of(checkpoint)
-    folder = _exported(checkpoint, run_dir / EXPORTS, digest, say)
+    folder = _exported(checkpoint, run_dir / EXPORTS, digest)
     return ModelFolder(folder, _data_options(run_dir), digest, run_dir / "evaluations" / checkpoint.name)
 
 
@@ -77,7 +78,7 @@ def _digest_of_files(folder: Path) -> str:
     return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
-def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str], None]) -> Path:
+def _exported(checkpoint: Path, exports: Path, digest: str) -> Path:
     """Return the export of a checkpoint in `exports`; write it if it is missing or has another digest."""
     out, mark = exports / checkpoint.name, exports / f"{checkpoint.name}.sha256"
     try:
@@ -87,7 +88,7 @@ def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str],
             if not (out.is_dir() and mark.is_file() and mark.read_text() == digest):
                 mark.unlink(missing_ok=True)
                 shutil.rmtree(out, ignore_errors=True)
-                say(f"exporting {checkpoint} to {out} (once)")
+                print(f"exporting {checkpoint} to {out} (once)", file=sys.stderr, flush=True)
                 _export(checkpoint, out)
                 replace_file(mark, digest)
     except OSError as error:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         given = _parser().parse_args(without_extensions(argv))
         sampling = sampling_of(given)
-        found = model_folder(given.model, say=_note)
+        found = model_folder(given.model)
         talk = Talk(assistant_of(given, found), sampling, system=given.system)
         _show_first(given, talk)
         if given.prompt is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -61,7 +60,7 @@ def _embed(given: argparse.Namespace) -> None:
     check_folder("--out", given.out)
     source = record_of_word(DatasetConfig, given.records, name="FILE")
     raw = open_rows(replace(source, image_root=given.image_root or source.image_root), "FILE")
-    found = model_folder(given.model, say=lambda text: print(text, file=sys.stderr, flush=True))
+    found = model_folder(given.model)
     embedder = Embedder.load(found.folder, found.data, device=device_of(given.device), dtype=given.dtype)
     if given.width is not None and not 1 <= given.width <= embedder.channels:
         raise UserError(f"--width {given.width} is not between 1 and the {embedder.channels} channels of the model")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import takewhile
@@ -60,7 +59,7 @@ def _write(given: argparse.Namespace, model: Path, data: Sequence[str], training
     launched = enter_world()
     from megavlm.inference.folders import model_folder
 
-    found = model_folder(model, say=lambda text: print(text, file=sys.stderr, flush=True))
+    found = model_folder(model)
     config, world = to_train(_run_words(found.folder, found.data, data, given.out, training), launched=launched)
     if world < launched:
         raise UserError(f"{launched} processes were started, and the layout takes {world}: start so many")

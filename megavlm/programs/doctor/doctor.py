@@ -25,7 +25,7 @@ from megavlm.config.messages import aligned
 from megavlm.errors import RankError, UserError
 from megavlm.files import write_out
 from megavlm.programs.doctor.machine import Facts, collect
-from megavlm.programs.doctor.problems import Problem, needs, problems
+from megavlm.programs.doctor.problems import Problem, needs, problems, rows, world_problems
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _GIB = 2**30
@@ -71,7 +71,6 @@ def check_world(options: argparse.Namespace) -> int:
     import torch
 
     from megavlm.parallel.rendezvous import join
-    from megavlm.programs.doctor.problems import rows, world_problems
     from megavlm.programs.doctor.survey import Check, survey_world
 
     try:

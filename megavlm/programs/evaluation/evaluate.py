@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -86,7 +85,7 @@ def _evaluate(given: argparse.Namespace, world: World) -> None:
     tasks = _tasks(given)
     sampling = sampling_of(given)
     refuse_unreadable(tasks)
-    found = model_folder(given.model, say=_note)
+    found = model_folder(given.model)
     folder = AnswerFolder(given.out or found.results, rank=world.rank)
     settings = {
         "weights": found.digest,
@@ -138,7 +137,3 @@ def _report(given: argparse.Namespace, tasks: Sequence[Task], folder: AnswerFold
         for score in scores_of(mine):
             print(f"{task.name}: {score}")
     print(f"wrote {folder.path / 'results.json'} and {folder.path / 'failures.html'}")
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
