@@ -395,7 +395,6 @@ def test_a_video_with_its_sound_gives_the_logits_of_transformers(
     given = family_of(HfFolder(folder).settings).inputs(batch, config.model)
     ours = given.pop("position_ids")
     grids = given["video_grid_thw"]
-    assert len(grids) == 2
     given["video_grid_thw"] = torch.tensor([[2, *grids[0, 1:]]])
     seconds = {"video_second_per_grid": torch.tensor([2.0]), "use_audio_in_video": heard}
     mask = torch.ones_like(given["input_ids"])
