@@ -133,10 +133,10 @@ def fetch(config: Config, given: Config, run_dir: Path, phases: Phases) -> None:
     options = config.checkpoint
     own = run_dir / "checkpoints"
     if options.checkpoint_dir is not None:
-        problem = from_rank_0(partial(_note_configuration, options.checkpoint_dir, given), None)
-        if problem is not None and not from_rank_0(lambda: folders.newest(own) is not None, False):
+        wanted = Fetch("--checkpoint-dir", options.checkpoint_dir, own, run_dir, options.fallback)
+        if (problem := from_rank_0(partial(_note_configuration, wanted, given), None)) is not None:
             raise problem
-        _fetch(Fetch("--checkpoint-dir", options.checkpoint_dir, own, run_dir, options.fallback), phases)
+        _fetch(wanted, phases)
     if options.load is None or not is_url(options.load):
         return
     if from_rank_0(lambda: folders.newest(own) is not None, False):
@@ -145,14 +145,18 @@ def fetch(config: Config, given: Config, run_dir: Path, phases: Phases) -> None:
     _fetch(Fetch("--load", options.load, _download_of(run_dir, options.load), run_dir, options.fallback), phases)
 
 
-def _note_configuration(url: str, given: Config) -> UserError | None:
-    """Write config.yaml to the store, which tests write access; return the error if it fails, else None."""
+def _note_configuration(wanted: Fetch, given: Config) -> UserError | None:
+    """Write config.yaml to the store, which tests write access. Where that fails, return the error; for a run that has
+    a checkpoint on the disk, warn and return None.
+    """
     try:
-        store = Store.at(url)
+        store = Store.at(wanted.url)
         with_retries(lambda: store.write("config.yaml", configuration(given).encode()))
     except StoreError as error:
-        kind = UserError if error.final else StoreLost
-        return kind(f"--checkpoint-dir: {error}. Look at the name of the place, and at the rights to write there")
+        line = f"{wanted.flag}: {error}. Look at the name of the place, and at the rights to write there"
+        if folders.newest(wanted.root) is None:
+            return (UserError if error.final else StoreLost)(line)
+        _warn(wanted.run_dir, line)
     return None
 
 

@@ -163,6 +163,35 @@ def test_a_checkpoint_under_another_number_says_so(pools: Pools, three: Path, tm
     assert [iteration for iteration, _ in folders.complete(root)] == [3, 4]
 
 
+def test_what_is_strange_among_checkpoints_is_set_aside_or_ignored(pools: Pools, three: Path, tmp_path: Path) -> None:
+    """`checkpoints` is a link, and so is a file of the newest checkpoint; tensors may not lead out of the folder."""
+    root, run_dir = tmp_path / "elsewhere", tmp_path / "run"
+    shutil.copytree(three / "checkpoints", root)
+    run_dir.mkdir()
+    (run_dir / "checkpoints").symlink_to(root)
+    for name in ("iter_0000004", "iter_0000005", "tmp-iter_0000006"):
+        (root / name).mkdir()
+    for folder in ("iter_0000003", "iter_0000005"):
+        (root / folder / "notes").write_text("mine")
+    linked(root / "iter_0000003/state.json", tmp_path / "state.json")
+    ((printed, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(run_dir))
+    assert error == ""
+    assert "iter_0000005 is damaged, and left out: it has no manifest.json" in printed
+    assert f"resumed from {run_dir}/checkpoints/iter_0000003 at iteration 3" in printed
+    assert [iteration for iteration, _ in folders.complete(root)] == [1, 2, 3, 4]
+    assert (root / "damaged-iter_0000005/notes").exists()
+    assert not list(root.glob("tmp-*"))
+    linked(root / "iter_0000004/__0_0.distcp", tmp_path / "tensors")
+    ((_, error),) = pools(1).run(resume, [*TINY, "--train-iters", "5"], str(run_dir))
+    assert "a link that leads out of its folder" in error
+    assert "\n" not in error
+
+
+def linked(path: Path, moved: Path) -> None:
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
 def test_a_foreign_state_is_named(pools: Pools, three: Path, tmp_path: Path) -> None:
     """Whoever writes the manifest anew may put any values into the file."""
     shutil.copytree(three / "checkpoints/iter_0000003", newest := tmp_path / "run/checkpoints/iter_0000003")

@@ -402,6 +402,17 @@ def test_what_is_said_of_all_tests_is_their_record() -> None:
     assert [words for words in expected if words not in said] == []
 
 
+def test_each_fault_has_its_tests() -> None:
+    page = re.sub(r"^\|.+\n\|-.+\n", "", (ROOT / "docs/faults.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    told = re.split(r"\n(?! )", (ROOT / "tests/unit/faults.txt").read_text(encoding="utf-8").strip())
+    named = {row: tests for row, *tests in (each.split("\n    ") for each in told)}
+    assert list(named) == re.findall(r"^\| (.+?) \|", page, flags=re.MULTILINE)
+    for row, tests in named.items():
+        assert tests, f"no test of: {row}"
+        for path, name in (test.split("::") for test in tests):
+            assert f"\ndef {name}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+
+
 def claims() -> Iterator[tuple[str, str]]:
     """Yield the tolerance and the test of each row of the table of tests."""
     section = MEASURED.read_text(encoding="utf-8").partition("## What tests hold")[2]
