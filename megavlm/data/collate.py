@@ -84,12 +84,12 @@ class CollateSpec:
 
     def are_features(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask of the tokens that are replaced by features of images and videos."""
-        return np.isin(tokens, self.feature_tokens)
+        return np.isin(tokens, [token for token in self.feature_tokens if token != self.audio_token])
 
     @property
     def feature_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that features replace; () for a language model alone."""
-        tokens = (self.image_token, self.video_token)
+        """Return the tokens that features replace, also those of sounds; () for a language model alone."""
+        tokens = (self.image_token, self.video_token, self.audio_token)
         return () if self.image_token == NO_IMAGE else tuple(token for token in tokens if token is not None)
 
 

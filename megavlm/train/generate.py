@@ -125,7 +125,7 @@ def _next(batch: MicroBatch, tokens: Tensor, places: Tensor, spec: CollateSpec, 
 def _next_tokens(engine: Engine, logits: Sequence[Tensor], *, count: int, never: Sequence[int]) -> list[int]:
     """Return the most likely next token of each of `count` rows, on all pipeline stages.
 
-    `never`, the tokens of images and videos, are masked out: generated text has no features.
+    `never`, the tokens of images, videos and sounds, are masked out: generated text has no features.
     """
     chosen = torch.zeros(count, dtype=torch.long, device=engine.schedule.backend.device)
     if logits:

@@ -416,6 +416,7 @@ def test_answers_to_sounds_are_those_of_transformers(omni: Omni, tmp_path: Path,
     folder, theirs, tokenizer = omni
     root, short = folder.parent, ["--max-new-tokens", "6", "--device", "cpu"]
     assistant = Assistant.load(folder, DataConfig(), device=torch.device("cpu"))
+    assert CollateSpec.of(assistant.model.config, assistant.source).feature_tokens == assistant.source.feature_tokens
 
     def answer(*parts: str | int | Image.Image) -> str:
         options = transformers.GenerationConfig(
@@ -439,9 +440,8 @@ def test_answers_to_sounds_are_those_of_transformers(omni: Omni, tmp_path: Path,
     assert printed.out == f"{second}\n"
     assert "(1.1 s, with the next message)" in printed.err
     assert "a.png: the sound cannot be decoded" in printed.err
-    lines = [{"audio": "1.wav", "question": TALK[0].strip(), "answers": [second]}]
-    lines += [{"audios": ["0.wav", "1.wav"], "image": "a.png", **lines[0]}, {**lines[0], "audio": "0.wav"}]
-    lines[1].pop("audio")
+    said, both = {"question": TALK[0].strip(), "answers": [second]}, {"audios": ["0.wav", "1.wav"], "image": "a.png"}
+    lines = [{"audio": "1.wav", **said}, {**both, **said}, {"audio": "0.wav", **said}]
     (tmp_path / "task.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     task = f"{tmp_path / 'task.jsonl'},image_root={root}"
     assert evaluate.main([str(folder), "--task", task, "--out", str(tmp_path / "out"), *short]) == 0

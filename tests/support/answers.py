@@ -47,6 +47,6 @@ def _without_cache(run: Any, spec: Any, prompt: Any) -> list[int]:
         whole = replace(prompt, tokens=tokens, trained=answered)
         (scores,) = run.engine.schedule.logits([collate([[whole]], replace(spec, seq_length=len(tokens)))])
         last = scores[0, -1]
-        last[spec.image_token] = -np.inf
+        last[list(spec.feature_tokens)] = -np.inf
         tokens = np.append(tokens, int(last.argmax()))
     return tokens[len(prompt.tokens) :].tolist()
