@@ -8,17 +8,18 @@ from functools import partial
 from typing import Literal
 
 from megavlm.config.option import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    BELOW_1,
     DATA,
     DATASETS,
     FRACTION,
     KEY_ONLY,
-    POSITIVE,
     SHARE,
     VISION,
+    Below1,
+    Count,
+    Natural,
     Needs,
+    NotNegative,
+    Positive,
     Valid,
     data_kind,
     option,
@@ -76,7 +77,7 @@ class DataConfig:
         common=DATA,
     )
     validation: tuple[DatasetConfig, ...] = of_files((), "Data sets for validation; default: none.", common=DATA)
-    validation_split: float = of_files(0.0, "Share of --datasets held out for validation.", common=DATA, valid=BELOW_1)
+    validation_split: Below1 = of_files(0.0, "Share of --datasets held out for validation.", common=DATA)
     tokenizer: str | None = of_files(
         None,
         "Hugging Face tokenizer folder or SentencePiece file; default: that of --init-from or --language-from.",
@@ -100,16 +101,14 @@ class DataConfig:
         "Files: folder with preprocessor_config.json; default: the Hugging Face model's, or with random weights one "
         "that resizes images to model.vision.image_size.",
     )
-    min_pixels: int | None = of_images(
+    min_pixels: Count | None = of_images(
         None,
         "Files, Qwen's models: enlarge images to at least this number of pixels; default: preprocessor_config.json's.",
-        valid=AT_LEAST_1,
     )
-    max_pixels: int | None = of_images(
+    max_pixels: Count | None = of_images(
         None,
         "Files, Qwen's models: shrink images to at most this number of pixels, as MAX_PIXELS elsewhere (one image "
         "token is 28 × 28 or 32 × 32 pixels); default: preprocessor_config.json's.",
-        valid=AT_LEAST_1,
     )
     vision_input: str | None = of_images(
         None,
@@ -124,10 +123,8 @@ class DataConfig:
     fast_image_resize: bool = of_images(
         False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels.", flag=KEY_ONLY
     )
-    max_image_pixels: int = of_images(
-        2**26,
-        "Files: skip samples with an image of more pixels than this, before the image is decoded.",
-        valid=AT_LEAST_1,
+    max_image_pixels: Count = of_images(
+        2**26, "Files: skip samples with an image of more pixels than this, before the image is decoded."
     )
     augment_crop: float = of_images(
         1.0,
@@ -156,50 +153,44 @@ class DataConfig:
         valid=SHARE,
         needs=TEACHER,
     )
-    video_fps: float | None = of_images(
+    video_fps: Positive | None = of_images(
         None,
         "Files: number of frames per second of a video; a record may set another rate; default: the model's (Qwen: 2).",
-        valid=POSITIVE,
     )
-    video_max_frames: int | None = of_images(
+    video_max_frames: Count | None = of_images(
         None,
         "Files: maximum number of frames per video; frames of longer videos are further apart; default: the model's "
         "(Qwen: 768).",
         flag=KEY_ONLY,
-        valid=AT_LEAST_1,
     )
-    video_max_tokens: int | None = of_images(
+    video_max_tokens: Count | None = of_images(
         None,
         "Files: maximum number of image tokens per video: its frames are shrunk, then dropped; default: half of "
         "--seq-length.",
-        valid=AT_LEAST_1,
     )
     video_sound: bool = of_files(False, "Files: hear the sound of videos.", flag=KEY_ONLY, needs=(DATASETS, AUDIO))
     shuffle: bool = of_files(True, "Files: shuffle samples anew in each epoch; off: use the order of the files.")
     packing: bool = of_files(
         True, "Files: pack several samples into each sequence; samples do not attend to one another."
     )
-    packing_window: int = option(
+    packing_window: Count = option(
         2048,
         "Files: number of samples that are packed together; a larger window leaves less padding.",
-        valid=AT_LEAST_1,
         needs=(DATASETS, Needs(lambda config: config.data.packing, "with --no-packing", "use --packing")),
     )
     balance: bool = of_files(
         True, "Files: assign sequences to ranks and micro-batches so that their compute cost is even.", flag=KEY_ONLY
     )
-    num_workers: int = option(
+    num_workers: Natural = option(
         2,
         "Files: number of processes per model replica that read and decode samples; 0: one thread of the training "
         "process.",
-        valid=AT_LEAST_0,
     )
-    worker_timeout: float = of_files(
+    worker_timeout: NotNegative = of_files(
         150.0,  # three times that are less than a default --distributed-timeout-minutes
         "Files: time limit in seconds for reading a sample. A worker process that exceeds it is replaced; after three "
         "replacements at the same samples the run saves and ends. 0: no limit.",
         flag="--data-worker-timeout",
-        valid=AT_LEAST_0,
     )
     max_bad_sample_rate: float = of_files(
         0.05,
@@ -211,26 +202,22 @@ class DataConfig:
         "Synthetic: numbers of images per sample; samples cycle through the list.",
         valid=Valid("from 0 to 10,000", lambda value: 0 <= value <= 10_000),
     )
-    image_sizes: tuple[int, ...] = of_synthetic(
-        (),
-        "Synthetic: image sides in pixels; images cycle through the list. Default: model.vision.image_size.",
-        valid=AT_LEAST_1,
+    image_sizes: tuple[Count, ...] = of_synthetic(
+        (), "Synthetic: image sides in pixels; images cycle through the list. Default: model.vision.image_size."
     )
     imageless_share: float = of_synthetic(
         0.0, "Synthetic: share of samples without images.", flag=KEY_ONLY, valid=FRACTION
     )
-    imageless_samples: tuple[int, ...] = of_synthetic(
+    imageless_samples: tuple[Natural, ...] = of_synthetic(
         (),
         "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index.",
         flag=KEY_ONLY,
-        valid=AT_LEAST_0,
     )
-    sound_frames: tuple[int, ...] = of_synthetic(
+    sound_frames: tuple[Natural, ...] = of_synthetic(
         (),
         "Synthetic: mel frames of a sample's sound, 100 a second; samples cycle through the list, 0 is none. Default: "
         "no sounds.",
         flag=KEY_ONLY,
-        valid=AT_LEAST_0,
         needs=(SYNTHETIC, AUDIO),
     )
     answer_share: float = of_synthetic(0.5, "Synthetic: share of text tokens with a loss.", flag=KEY_ONLY, valid=SHARE)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, EXPERTS, POSITIVE, Needs, Valid, option
+from megavlm.config.option import EXPERTS, Count, Natural, Needs, NotNegative, Positive, Valid, option
 
 of_experts = partial(option, needs=EXPERTS)
 
@@ -24,14 +24,10 @@ class ExpertsConfig:
         flag="--num-experts",
         valid=Valid("0, or at least 2", lambda value: value == 0 or value >= 2),
     )
-    router_topk: int = of_experts(2, "Number of experts that each token is sent to.", valid=AT_LEAST_1)
-    ffn_hidden_size: int = of_experts(
-        None, "Inner width of an expert; default: model.language.ffn_hidden_size.", valid=AT_LEAST_1
-    )
-    shared_ffn_hidden_size: int | None = of_experts(
-        None,
-        "Inner width of a shared expert, which all tokens take besides routed experts; default: no shared expert.",
-        valid=AT_LEAST_1,
+    router_topk: Count = of_experts(2, "Number of experts that each token is sent to.")
+    ffn_hidden_size: Count = of_experts(None, "Inner width of an expert; default: model.language.ffn_hidden_size.")
+    shared_ffn_hidden_size: Count | None = of_experts(
+        None, "Inner width of a shared expert, which all tokens take besides routed experts; default: no shared expert."
     )
     shared_gate: bool = of_experts(
         False,
@@ -42,10 +38,8 @@ class ExpertsConfig:
         "Normalize inputs and outputs of routed experts and of the shared one; the router normalizes its input, and "
         "scales its channels and the weights of experts (Gemma 4).",
     )
-    dense_layers: tuple[int, ...] = of_experts(
-        (),
-        "Indices (from 0) of language layers that have a dense MLP and no experts; default: no layer.",
-        valid=AT_LEAST_0,
+    dense_layers: tuple[Natural, ...] = of_experts(
+        (), "Indices (from 0) of language layers that have a dense MLP and no experts; default: no layer."
     )
     router_score_function: Literal["softmax", "sigmoid"] = of_experts(
         "softmax", "How the router scores experts: softmax over experts, or sigmoid of each (DeepSeek-V3, GLM-4.5)."
@@ -54,31 +48,28 @@ class ExpertsConfig:
         False,
         "Weigh the chosen experts by a softmax over all experts; off: by a softmax over those that are chosen.",
     )
-    router_topk_scaling_factor: float | None = of_experts(
-        None, "Factor of the weights of the chosen experts; default: none (1).", valid=POSITIVE
+    router_topk_scaling_factor: Positive | None = of_experts(
+        None, "Factor of the weights of the chosen experts; default: none (1)."
     )
-    router_num_groups: int | None = of_experts(
+    router_num_groups: Count | None = of_experts(
         None,
         "Number of groups of experts, of which a token takes experts of model.experts.router_group_topk groups only; "
         "default: no groups.",
-        valid=AT_LEAST_1,
     )
-    router_group_topk: int | None = of_experts(
+    router_group_topk: Count | None = of_experts(
         None,
         "Number of groups whose experts a token may take: those with the largest sums of their best scores; default: "
         "no groups.",
-        valid=AT_LEAST_1,
     )
     router_enable_expert_bias: bool = of_experts(
         False,
         "Balance experts by a bias per expert that only their choice uses; each step lowers it for experts with more "
         "tokens than the mean and raises it for others (DeepSeek-V3).",
     )
-    router_bias_update_rate: float = option(
+    router_bias_update_rate: NotNegative = option(
         None,
         "Amount by which each step changes the bias of an expert; default: 0.001, and 0 with given weights.",
         flag="--moe-router-bias-update-rate",
-        valid=AT_LEAST_0,
         needs=(
             EXPERTS,
             Needs(
@@ -88,17 +79,13 @@ class ExpertsConfig:
             ),
         ),
     )
-    aux_loss_coeff: float = of_experts(
+    aux_loss_coeff: NotNegative = of_experts(
         0.0,
         "Factor of the loss that balances the load of experts within each sequence, summed over layers; 0: none.",
         flag="--moe-aux-loss-coeff",
-        valid=AT_LEAST_0,
     )
-    z_loss_coeff: float = of_experts(
-        0.0,
-        "Factor of the loss that keeps the router's scores small (ST-MoE); 0: none.",
-        flag="--moe-z-loss-coeff",
-        valid=AT_LEAST_0,
+    z_loss_coeff: NotNegative = of_experts(
+        0.0, "Factor of the loss that keeps the router's scores small (ST-MoE); 0: none.", flag="--moe-z-loss-coeff"
     )
     router_force_load_balancing: bool = of_experts(
         False,

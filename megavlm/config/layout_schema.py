@@ -7,14 +7,14 @@ from functools import partial
 from typing import Literal
 
 from megavlm.config.option import (
-    AT_LEAST_0,
-    AT_LEAST_1,
     COLOCATED,
     EXPERTS,
     LAYOUT,
-    POSITIVE,
     PRECISION,
+    Count,
+    Natural,
     Needs,
+    Positive,
     key_only,
     option,
 )
@@ -39,23 +39,20 @@ BF16_LAYERS = Needs(
 class ParallelConfig:
     """How ranks split the model, the batch and the optimizer state."""
 
-    tensor_model_parallel_size: int = option(
-        1, "Number of ranks that split each layer.", "--tp", common=LAYOUT, valid=AT_LEAST_1
-    )
-    pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", "--pp", common=LAYOUT, valid=AT_LEAST_1)
-    virtual_pipeline_model_parallel_size: int = option(
-        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT, valid=AT_LEAST_1
+    tensor_model_parallel_size: Count = option(1, "Number of ranks that split each layer.", "--tp", common=LAYOUT)
+    pipeline_model_parallel_size: Count = option(1, "Number of pipeline stages.", "--pp", common=LAYOUT)
+    virtual_pipeline_model_parallel_size: Count = option(
+        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT
     )
     schedule: Literal["1f1b", "interleaved", "gpipe", "zb-h1"] | None = option(
         None,
         "Order of a pipeline's passes: 1f1b, interleaved (with --vpp), gpipe, or zb-h1, which fills waiting times with "
         "weight gradients; default: 1f1b, with --vpp interleaved.",
     )
-    context_parallel_size: int = option(
+    context_parallel_size: Count = option(
         1,
         "Number of ranks that split each sequence (context parallelism), for sequences that one rank cannot hold.",
         "--cp",
-        valid=AT_LEAST_1,
     )
     cp_comm_type: Literal["auto", "a2a", "all_gather"] = option(
         "auto",
@@ -65,19 +62,14 @@ class ParallelConfig:
             lambda config: config.parallel.context_parallel_size > 1, "without context parallelism", "add --cp 2"
         ),
     )
-    expert_model_parallel_size: int = option(
+    expert_model_parallel_size: Count = option(
         1,
         "Number of ranks that hold different experts of each layer; must divide --num-experts.",
         "--ep",
-        valid=AT_LEAST_1,
         needs=EXPERTS,
     )
-    expert_tensor_parallel_size: int | None = option(
-        None,
-        "Number of ranks that split each expert; default: TP if EP is 1, else 1.",
-        "--etp",
-        valid=AT_LEAST_1,
-        needs=EXPERTS,
+    expert_tensor_parallel_size: Count | None = option(
+        None, "Number of ranks that split each expert; default: TP if EP is 1, else 1.", "--etp", needs=EXPERTS
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
         "alltoall",
@@ -90,11 +82,10 @@ class ParallelConfig:
         "Shard activations outside attention and MLP along the sequence over TP ranks; default: on if TP > 1.",
         "--sp",
     )
-    vision_tensor_model_parallel_size: int = option(
+    vision_tensor_model_parallel_size: Count = option(
         1,
         "Colocated encoder: number of ranks that split an encoder too large for one GPU; must divide TP × CP × PP.",
         "--vision-tp",
-        valid=AT_LEAST_1,
         needs=COLOCATED,
     )
     data_parallel_sharding: Literal["none", "optimizer", "optimizer_gradients", "full"] = option(
@@ -103,18 +94,16 @@ class ParallelConfig:
         "data-parallel ranks.",
         common=LAYOUT,
     )
-    hybrid_shard_size: int | None = option(
+    hybrid_shard_size: Count | None = option(
         None,
         "Number of data-parallel ranks per shard group; groups replicate one another (HSDP). Default: one group "
         "of all ranks.",
-        valid=AT_LEAST_1,
     )
-    secondary_shard_size: int | None = option(
+    secondary_shard_size: Count | None = option(
         None,
         "ZeRO-3: number of neighbouring data-parallel ranks (of a node) that keep a second shard of gathered weights "
         "from a forward pass to its backward pass, which then gathers among them alone (ZeRO++'s hpZ, "
         "zero_hpz_partition_size). Default: backward passes gather over all ranks that shard.",
-        valid=AT_LEAST_1,
     )
     overlap_grad_reduce: bool | None = option(
         None, "Overlap gradient reduction with the backward pass; default: on if DP > 1."
@@ -129,29 +118,27 @@ class ParallelConfig:
         "Reduce gradients in bf16, which halves their bytes on links; default: fp32. Unless they are sharded, they are "
         "summed over micro-batches in bf16 as well.",
     )
-    ddp_bucket_size: int | None = key_only(
+    ddp_bucket_size: Count | None = key_only(
         None,
         "Number of parameters per gradient bucket, which is reduced in one collective; default: the larger of 40 "
         "million and 1 million × DP.",
-        valid=AT_LEAST_1,
     )
     compress_gradients: Literal["none", "bf16", "int8", "fp8"] = option(
         "none",
         "Sum gradients as codes of two bytes (bf16) or one (int8, fp8, by blocks of 128), and add a step's coding "
         "error to the next step's gradients; with --hybrid-shard-size only between shard groups.",
     )
-    compress_group_size: int | None = key_only(
+    compress_group_size: Count | None = key_only(
         None,
         "--compress-gradients: number of neighbouring data-parallel ranks with fast links (of a node), which sum exact "
         "gradients before codes are sent; must divide DP × CP. Default: every rank sends codes.",
-        valid=AT_LEAST_1,
         needs=COMPRESSED,
     )
     compress_weights: Literal["none", "int8", "fp8"] = option(
         "none", "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact."
     )
-    distributed_timeout_minutes: float = option(
-        10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run.", valid=POSITIVE
+    distributed_timeout_minutes: Positive = option(
+        10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run."
     )
     spare_ranks: bool = option(
         False,
@@ -170,18 +157,16 @@ class PlacementConfig:
         flag="--placement",
         common=LAYOUT,
     )
-    encoder_chunk_patches: int | None = option(
+    encoder_chunk_patches: Count | None = option(
         None,
         "Colocated encoder: maximum number of patches per encoder pass (at least one image), which bounds "
         "activation memory; default: 16384 on a GPU, 4096 on a CPU.",
-        valid=AT_LEAST_1,
         needs=COLOCATED,
     )
-    encoder_keep_chunks: int = key_only(
+    encoder_keep_chunks: Natural = key_only(
         1,
         "Colocated encoder: number of encoder chunks per step whose activations are kept for the backward pass; "
         "the rest are recomputed.",
-        valid=AT_LEAST_0,
         needs=COLOCATED,
     )
     encode_ahead: bool = option(
@@ -195,10 +180,9 @@ class PlacementConfig:
         "default: no cache.",
         needs=COLOCATED,
     )
-    vision_cache_size: float = key_only(
+    vision_cache_size: Positive = key_only(
         10.0,
         "Size limit of --vision-cache in GiB; least recently used entries are evicted.",
-        valid=POSITIVE,
         needs=Needs(
             lambda config: config.placement.vision_cache is not None, "without a cache", "add --vision-cache DIR"
         ),
@@ -243,11 +227,10 @@ class ExecutionConfig:
         "Add weight gradients to the fp32 gradient buffer inside the matrix product (Transformer Engine's layers; with "
         "NVIDIA Apex the output layer as well); off with sharded gradients or offloaded activations.",
     )
-    loss_chunk_tokens: int = key_only(
+    loss_chunk_tokens: Count = key_only(
         2048,
         "Largest number of tokens whose logits are in memory at a time. A trained output layer computes the logits of "
         "a micro-batch with more tokens again in the backward pass; a larger number avoids this but needs more memory.",
-        valid=AT_LEAST_1,
     )
     compile_small_ops: bool = option(
         False,
@@ -280,20 +263,14 @@ class PrecisionConfig:
         ("language",), "FP8: parts of the model whose transformer layers use FP8."
     )
     first_last_layers_bf16: bool = of_fp8(False, "FP8: keep the first and the last layers of each part in bf16.")
-    num_layers_at_start_in_bf16: int = key_only(
-        1,
-        "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16.",
-        valid=AT_LEAST_0,
-        needs=BF16_LAYERS,
+    num_layers_at_start_in_bf16: Natural = key_only(
+        1, "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16.", needs=BF16_LAYERS
     )
-    num_layers_at_end_in_bf16: int = key_only(
-        1,
-        "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16.",
-        valid=AT_LEAST_0,
-        needs=BF16_LAYERS,
+    num_layers_at_end_in_bf16: Natural = key_only(
+        1, "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16.", needs=BF16_LAYERS
     )
-    fp8_amax_history_len: int = key_only(
-        1024, "FP8 delayed scaling: length of the amax history in passes.", valid=AT_LEAST_1, needs=DELAYED_SCALING
+    fp8_amax_history_len: Count = key_only(
+        1024, "FP8 delayed scaling: length of the amax history in passes.", needs=DELAYED_SCALING
     )
     fp8_param_gather: bool = of_fp8(
         False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine."

@@ -8,13 +8,14 @@ from typing import Literal
 
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.option import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    BELOW_1,
     BELOW_HALF,
     MODEL,
-    POSITIVE,
+    Below1,
+    Count,
+    Natural,
     Needs,
+    NotNegative,
+    Positive,
     key_only,
     option,
 )
@@ -60,14 +61,11 @@ class ProjectorConfig:
         flag="--projector-kind",
         point="connectors",
     )
-    hidden_size: int = option(
-        None, "Inner width of the projector's MLP; default: model.language.hidden_size.", valid=AT_LEAST_1
-    )
-    pixel_shuffle: int = option(
+    hidden_size: Count = option(None, "Inner width of the projector's MLP; default: model.language.hidden_size.")
+    pixel_shuffle: Count = option(
         1,
         "Merge each N×N block of neighbouring patches into one feature before the projector; of them, "
         "model.vision.merger_layer merges 2×2 within the tower.",
-        valid=AT_LEAST_1,
     )
     merge: Literal["concatenate", "average", "standardized_average", "convolution"] = option(
         "concatenate",
@@ -75,10 +73,8 @@ class ProjectorConfig:
         "3; Gemma 4: then times √channels, and standardized by given numbers that are not trained), or by a learned "
         "convolution over the block (Mistral 3).",
     )
-    merge_channels: int | None = option(
-        None,
-        "Channels of a feature after model.projector.merge convolution; default: those of a patch.",
-        valid=AT_LEAST_1,
+    merge_channels: Count | None = option(
+        None, "Channels of a feature after model.projector.merge convolution; default: those of a patch."
     )
     merge_bias: bool = option(False, "Add a bias to model.projector.merge convolution (GLM-4.1V).")
     input_norm: bool = option(False, "Add a norm before the projector (InternVL).")
@@ -89,20 +85,17 @@ class ProjectorConfig:
     normalization: Literal["LayerNorm", "RMSNorm", "UnitRMSNorm"] = option(
         "LayerNorm", "Type of the projector's norm layers; UnitRMSNorm: no weights."
     )
-    norm_epsilon: float = option(
-        1e-5, "Epsilon of the norm layer before the projector's first linear layer.", valid=POSITIVE
-    )
+    norm_epsilon: Positive = option(1e-5, "Epsilon of the norm layer before the projector's first linear layer.")
     apply_layernorm_1p: bool = option(
         False,
         "Multiply by 1 + weight in the projector's norm layers, instead of by the weight (Gemma).",
     )
     bias: bool = option(True, "Add biases to the projector's linear layers.")
-    anyres_max_tiles: int | None = option(
+    anyres_max_tiles: Count | None = option(
         None,
         "Split images into tiles, join the tiles' features into one map with a learned newline after each row, "
         "and downsample the map to at most this many tiles' features (LLaVA-OneVision's anyres_max_N); default: "
         "images are not split.",
-        valid=AT_LEAST_1,
     )
     connectors: ConnectorSections = field(default_factory=ConnectorSections)
 
@@ -121,10 +114,8 @@ class ObjectiveConfig:
     pooling: Literal["last", "mean"] = of_embeddings(
         "last", "Embedding of a text: the state of its last token, or the mean over its tokens.", flag="--pooling"
     )
-    temperature: float = of_embeddings(
-        None,
-        "Embeddings: divisor of cosines; if learned, its initial value. Default: 0.05, sigmoid: 0.1.",
-        valid=POSITIVE,
+    temperature: Positive = of_embeddings(
+        None, "Embeddings: divisor of cosines; if learned, its initial value. Default: 0.05, sigmoid: 0.1."
     )
     learn_temperature: bool = key_only(
         None, "Train the temperature; default: with --objective sigmoid.", needs=EMBEDDINGS
@@ -139,24 +130,21 @@ class ObjectiveConfig:
         "Objective contrastive: also find the query of a document among all queries; off: only documents of queries.",
         needs=(EMBEDDINGS, _with_objective("contrastive")),
     )
-    matryoshka_widths: tuple[int, ...] = key_only(
+    matryoshka_widths: tuple[Count, ...] = key_only(
         (),
         "Embeddings: also apply the loss to the first N channels for each N given (Matryoshka), all with weight 1; "
         "default: only to all channels.",
-        valid=AT_LEAST_1,
         needs=EMBEDDINGS,
     )
-    mtp_loss_scaling_factor: float = key_only(
+    mtp_loss_scaling_factor: Positive = key_only(
         0.1,
         "Multi-token prediction: a step minimises loss + this × mtp_loss of metrics.jsonl, which is the mean over the "
         "layers of model.language.mtp_layers.",
-        valid=POSITIVE,
         needs=PREDICTORS,
     )
-    beta: float = key_only(
+    beta: Positive = key_only(
         None,
         "Preferences: weight of log-ratios of answers, with orpo of the odds ratio; default: 0.1, simpo: 2.",
-        valid=POSITIVE,
         needs=ANSWERS,
     )
     label_smoothing: float = key_only(
@@ -165,25 +153,20 @@ class ObjectiveConfig:
         valid=BELOW_HALF,
         needs=(ANSWERS, SMOOTHED),
     )
-    simpo_gamma: float = key_only(
-        0.5,
-        "Objective simpo: target margin of the loss.",
-        valid=AT_LEAST_0,
-        needs=(ANSWERS, _with_objective("simpo")),
+    simpo_gamma: NotNegative = key_only(
+        0.5, "Objective simpo: target margin of the loss.", needs=(ANSWERS, _with_objective("simpo"))
     )
-    rpo_alpha: float = key_only(
+    rpo_alpha: NotNegative = key_only(
         0.0,
         "Preferences of pairs: factor of the chosen answer's mean cross entropy per token in the loss.",
-        valid=AT_LEAST_0,
         needs=(
             ANSWERS,
             Needs(lambda config: config.model.objective.kind in PAIRED, "with --objective kto", "use --objective dpo"),
         ),
     )
-    desirable_weight: float = key_only(
+    desirable_weight: Positive = key_only(
         1.0,
         "Objective kto: weight of the loss of good answers, where that of bad ones is 1.",
-        valid=POSITIVE,
         needs=(ANSWERS, _with_objective("kto")),
     )
     query_prefix: str = of_embeddings("", "Embeddings: text, such as an instruction, put before each query.")
@@ -205,44 +188,31 @@ class ModelConfig:
     language: LanguageConfig = field(default_factory=LanguageConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    image_token: int | None = option(
-        None,
-        "Token id whose positions receive the image features; default: the tokenizer's image token.",
-        valid=AT_LEAST_0,
+    image_token: Natural | None = option(
+        None, "Token id whose positions receive the image features; default: the tokenizer's image token."
     )
-    video_token: int | None = key_only(
-        None,
-        "Token id whose positions receive the features of videos; default: the model's (without one: no videos).",
-        valid=AT_LEAST_0,
+    video_token: Natural | None = key_only(
+        None, "Token id whose positions receive the features of videos; default: the model's (without one: no videos)."
     )
-    audio_token: int | None = key_only(
-        None,
-        "Token id of sounds; default: the model's.",
-        valid=AT_LEAST_0,
-        needs=AUDIO,
-    )
-    video_steps_per_second: float | None = key_only(
+    audio_token: Natural | None = key_only(None, "Token id of sounds; default: the model's.", needs=AUDIO)
+    video_steps_per_second: Positive | None = key_only(
         None,
         "Time steps of M-RoPE per second of a video (Qwen2.5-VL); default: one step for each group of frames that "
         "share patches (Qwen2-VL).",
-        valid=POSITIVE,
     )
-    canvas_tokens: tuple[int, ...] = key_only(
+    canvas_tokens: tuple[Natural, ...] = key_only(
         (),
         "Token ids around the slices of an image, that before a slice first: M-RoPE lays image and slices out on one "
         "canvas (MiniCPM-V 4.7); default: each slice is a separate image.",
-        valid=AT_LEAST_0,
         needs=Needs(
             lambda config: bool(config.model.language.mrope_section),
             "without M-RoPE",
             "set model.language.mrope_section",
         ),
     )
-    init_method_std: float = option(
-        0.02, "Standard deviation of the normal distribution of initial weights.", valid=POSITIVE
-    )
-    attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.", valid=BELOW_1)
-    hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.", valid=BELOW_1)
+    init_method_std: Positive = option(0.02, "Standard deviation of the normal distribution of initial weights.")
+    attention_dropout: Below1 = option(0.0, "Dropout probability of attention probabilities.")
+    hidden_dropout: Below1 = option(0.0, "Dropout probability of the output of each residual branch.")
     freeze: tuple[Literal["vision", "audio", "projector", "language"], ...] | None = option(
         None, "Parts to freeze; default: none, LoRA: those without adapters.", common=MODEL
     )
@@ -252,11 +222,9 @@ class ModelConfig:
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021) as in PEFT; all other weights of a part with adapters are frozen."""
 
-    rank: int = option(0, "Rank of the LoRA adapters; 0: no adapters.", common=MODEL, valid=AT_LEAST_0)
-    alpha: float = option(
-        16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.", valid=POSITIVE, needs=ADAPTERS
-    )
-    dropout: float = option(0.0, "Dropout probability of the input of adapters.", valid=BELOW_1, needs=ADAPTERS)
+    rank: Natural = option(0, "Rank of the LoRA adapters; 0: no adapters.", common=MODEL)
+    alpha: Positive = option(16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.", needs=ADAPTERS)
+    dropout: Below1 = option(0.0, "Dropout probability of the input of adapters.", needs=ADAPTERS)
     targets: tuple[str, ...] = option(
         ("language",),
         "Layers with LoRA adapters: a part (language, vision), a linear layer (q_proj), or a pattern with * and ?; "

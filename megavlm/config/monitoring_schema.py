@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, Needs, Valid, data_kind, has_validation, key_only, option
+from megavlm.config.option import Count, Natural, Needs, Valid, data_kind, has_validation, key_only, option
 from megavlm.config.registry import CallbackSections
 
 VALIDATION = Needs(has_validation, "without validation data", "add --validation PATH or --validation-split 0.01")
@@ -21,23 +21,20 @@ ANSWERS = Needs(
 class EvaluationConfig:
     """When the validation loss is measured and on how many samples; when the model answers validation samples."""
 
-    eval_interval: int = option(
+    eval_interval: Natural = option(
         None,
         "Steps between measurements of the loss on validation data, which is also measured at the end. 0: only then. "
         "Default: --save-interval.",
-        valid=AT_LEAST_0,
         needs=VALIDATION,
     )
-    eval_iters: int | None = option(
+    eval_iters: Count | None = option(
         None,
         "Maximum number of global batches per validation, a fair sample of the data; default: all batches.",
-        valid=AT_LEAST_1,
         needs=VALIDATION,
     )
-    eval_samples: int = key_only(
+    eval_samples: Count = key_only(
         96,
         "Digits: held-out questions of each kind.",
-        valid=AT_LEAST_1,
         needs=Needs(lambda config: data_kind(config) == "digits", "except on digits", "use --data digits"),
     )
     eval_ema: bool = key_only(
@@ -45,19 +42,16 @@ class EvaluationConfig:
         "Validate, and answer held-out prompts, with the averaged weights; off: with the weights of the last step.",
         needs=Needs(lambda config: config.optimizer.ema_decay > 0, "without averaged weights", "add --ema-decay 0.999"),
     )
-    sample_interval: int = option(
+    sample_interval: Natural = option(
         0,
         "Steps between the model's answers to some validation samples, shown with the references on "
         "RUN_DIR/samples/index.html; it also answers before the first step and at the end. 0: never.",
-        valid=AT_LEAST_0,
         needs=VALIDATION,
     )
-    sample_count: int = key_only(
-        8, "Number of validation samples to answer, from each data set in turn.", valid=AT_LEAST_1, needs=ANSWERS
+    sample_count: Count = key_only(
+        8, "Number of validation samples to answer, from each data set in turn.", needs=ANSWERS
     )
-    sample_max_new_tokens: int = key_only(
-        128, "Maximum number of tokens of an answer.", valid=AT_LEAST_1, needs=ANSWERS
-    )
+    sample_max_new_tokens: Count = key_only(128, "Maximum number of tokens of an answer.", needs=ANSWERS)
 
 
 PROFILE = Needs(lambda config: config.logging.profile, "without a profile", "add --profile")
@@ -67,7 +61,7 @@ TRACKER = Needs(lambda config: bool(config.logging.tracker), "without a tracker"
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    log_interval: int = option(1, "Steps between progress lines; metrics.jsonl records every step.", valid=AT_LEAST_1)
+    log_interval: Count = option(1, "Steps between progress lines; metrics.jsonl records every step.")
     tensorboard: bool = option(True, "Write TensorBoard files to RUN_DIR/tensorboard.")
     tracker: tuple[Literal["wandb", "mlflow"], ...] = option(
         (),
@@ -88,11 +82,9 @@ class LoggingConfig:
     profile: bool = option(
         False, "Profile steps with torch.profiler: write RUN_DIR/profile/rank-N.json.gz and the most expensive kernels."
     )
-    profile_step_start: int = of_profile(
-        10, "Profiler: number of steps that run before the trace starts.", valid=AT_LEAST_0
-    )
-    profile_step_end: int = of_profile(12, "Profiler: last step of the trace.", valid=AT_LEAST_1)
-    profile_ranks: tuple[int, ...] = of_profile((0,), "Profiler: ranks that write a trace.", valid=AT_LEAST_0)
+    profile_step_start: Natural = of_profile(10, "Profiler: number of steps that run before the trace starts.")
+    profile_step_end: Count = of_profile(12, "Profiler: last step of the trace.")
+    profile_ranks: tuple[Natural, ...] = of_profile((0,), "Profiler: ranks that write a trace.")
     callbacks: CallbackSections = field(default_factory=CallbackSections)
 
 
@@ -111,18 +103,15 @@ class NumericsConfig:
         "0: no spikes. The default finds corrupted numbers; 5 to 20 also finds unusual data.",
         valid=Valid("0 or greater than 1", lambda value: value == 0 or value > 1),
     )
-    max_consecutive_skips: int = key_only(
-        10,
-        "Number of skipped steps in a row at which the run ends, with exit status 3 and without a checkpoint.",
-        valid=AT_LEAST_1,
+    max_consecutive_skips: Count = key_only(
+        10, "Number of skipped steps in a row at which the run ends, with exit status 3 and without a checkpoint."
     )
     iterations_to_skip: tuple[str, ...] = option(
         (), "Iterations whose batches are skipped, as numbers and ranges: 12 40-45. Default: no iteration."
     )
-    check_weight_hash_across_dp_replicas_interval: int = key_only(
+    check_weight_hash_across_dp_replicas_interval: Natural = key_only(
         0,
         "Steps between comparisons, by checksum, of weights that several ranks hold (data-parallel replicas; "
         "tensor-parallel ranks for unsplit weights); a difference ends the run with exit status 71 and "
         "names the rank. 0: no comparison.",
-        valid=AT_LEAST_0,
     )

@@ -12,7 +12,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, get_args, get_type_hints
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, TRAINING, VISION, Needs, key_only, option
+from megavlm.config.option import (
+    TRAINING,
+    VISION,
+    Below1,
+    Count,
+    Natural,
+    Needs,
+    NotNegative,
+    Positive,
+    key_only,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -69,19 +80,17 @@ of_lion = partial(
 class AdamWOptions:
     """The options of AdamW, which also updates Muon's parameters that are not matrices."""
 
-    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", valid=BELOW_1, needs=ADAM)
-    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.", valid=BELOW_1, needs=ADAM)
-    adam_eps: float = option(1e-8, "Epsilon of AdamW.", valid=POSITIVE, needs=ADAM)
+    adam_beta1: Below1 = option(0.9, "Decay rate of Adam's first moment.", needs=ADAM)
+    adam_beta2: Below1 = option(0.95, "Decay rate of Adam's second moment.", needs=ADAM)
+    adam_eps: Positive = option(1e-8, "Epsilon of AdamW.", needs=ADAM)
 
 
 @dataclass(frozen=True)
 class MuonOptions:
     """The options of Muon."""
 
-    muon_momentum: float = of_muon(0.95, "Muon: decay rate of the momentum.", valid=BELOW_1)
-    muon_num_ns_steps: int = of_muon(
-        5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", valid=AT_LEAST_1
-    )
+    muon_momentum: Below1 = of_muon(0.95, "Muon: decay rate of the momentum.")
+    muon_num_ns_steps: Count = of_muon(5, "Muon: number of Newton-Schulz steps that make an update orthogonal.")
     muon_precision: Literal["fp32", "bf16"] = of_muon(
         None,
         "Muon: type in which ranks compute Newton-Schulz steps and exchange the matrices; default: fp32 with "
@@ -93,10 +102,8 @@ class MuonOptions:
 class LionOptions:
     """The options of Lion."""
 
-    lion_beta1: float = of_lion(
-        0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", valid=BELOW_1
-    )
-    lion_beta2: float = of_lion(0.99, "Lion: decay rate of the momentum.", valid=BELOW_1)
+    lion_beta1: Below1 = of_lion(0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.")
+    lion_beta2: Below1 = of_lion(0.99, "Lion: decay rate of the momentum.")
 
 
 @dataclass(frozen=True)
@@ -153,83 +160,58 @@ QK_CLIP = Needs(lambda config: config.optimizer.qk_clip, "without --qk-clip", "a
 class OptimizerConfig(RuleOptions):
     """The update rule, learning rates and their schedule, clipping, and the loss scale of fp16."""
 
-    lr: float = option(
-        None, "Peak learning rate; default: 1e-3, from given weights 1e-5.", common=TRAINING, valid=POSITIVE
-    )
-    min_lr: float = option(0.0, "Learning rate after the end of the decay.", valid=AT_LEAST_0)
-    vision_lr: float | None = option(
+    lr: Positive = option(None, "Peak learning rate; default: 1e-3, from given weights 1e-5.", common=TRAINING)
+    min_lr: NotNegative = option(0.0, "Learning rate after the end of the decay.")
+    vision_lr: NotNegative | None = option(
         None,
         "Peak learning rate of the vision encoder; default: --lr, or 2e-6 from given weights without --lr.",
-        valid=AT_LEAST_0,
         needs=VISION,
     )
-    projector_lr: float | None = option(
+    projector_lr: NotNegative | None = option(
         None,
         "Peak learning rate of the projector; default: --lr, or without --lr 2e-5 beside LoRA and 1e-3 for a new one.",
-        valid=AT_LEAST_0,
         needs=VISION,
     )
-    language_lr: float | None = option(
-        None,
-        "Peak learning rate of the language model; default: --lr, or without --lr 2e-5 beside LoRA.",
-        valid=AT_LEAST_0,
+    language_lr: NotNegative | None = option(
+        None, "Peak learning rate of the language model; default: --lr, or without --lr 2e-5 beside LoRA."
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
         "cosine", "Shape of the decay after the warm-up.", common=TRAINING
     )
-    lr_warmup_iters: int = option(
-        None, "Steps of warm-up; default: 0, given weights: 3 %.", common=TRAINING, valid=AT_LEAST_0
+    lr_warmup_iters: Natural = option(None, "Steps of warm-up; default: 0, given weights: 3 %.", common=TRAINING)
+    lr_warmup_fraction: Below1 | None = option(
+        None, "Warm-up as a fraction of the steps before the decay ends, in place of --lr-warmup-iters; default: none."
     )
-    lr_warmup_fraction: float | None = option(
-        None,
-        "Warm-up as a fraction of the steps before the decay ends, in place of --lr-warmup-iters; default: none.",
-        valid=BELOW_1,
+    lr_decay_iters: Count = option(
+        None, "Number of steps after which the learning rate has decayed to --min-lr; default: --train-iters."
     )
-    lr_decay_iters: int = option(
-        None,
-        "Number of steps after which the learning rate has decayed to --min-lr; default: --train-iters.",
-        valid=AT_LEAST_1,
-    )
-    lr_wsd_decay_iters: int = option(
+    lr_wsd_decay_iters: Count = option(
         None,
         "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends.",
-        valid=AT_LEAST_1,
         needs=Needs(lambda config: config.optimizer.lr_decay_style == "WSD", "without WSD", "use --lr-decay-style WSD"),
     )
-    weight_decay: float = option(
-        0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.", valid=AT_LEAST_0
-    )
+    weight_decay: NotNegative = option(0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.")
     qk_clip: bool = option(
         False,
         "After each update, scale the query and key projections of heads whose largest attention logit of the step was "
         "above optimizer.qk_clip_threshold (MuonClip).",
     )
-    qk_clip_threshold: float = key_only(100.0, "--qk-clip: largest attention logit.", valid=POSITIVE, needs=QK_CLIP)
-    ema_decay: float = option(
+    qk_clip_threshold: Positive = key_only(100.0, "--qk-clip: largest attention logit.", needs=QK_CLIP)
+    ema_decay: Below1 = option(
         0.0,
         "Decay rate of an exponential moving average of the fp32 weights, which checkpoints keep and `convert export "
         "--ema` exports; 0: no average.",
-        valid=BELOW_1,
     )
-    clip_grad: float = option(
-        1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping.", valid=AT_LEAST_0
+    clip_grad: NotNegative = option(
+        1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."
     )
-    initial_loss_scale: float = key_only(
-        4096.0,
-        "fp16: initial loss scale, which keeps small gradients above underflow.",
-        valid=POSITIVE,
-        needs=LOSS_SCALE,
+    initial_loss_scale: Positive = key_only(
+        4096.0, "fp16: initial loss scale, which keeps small gradients above underflow.", needs=LOSS_SCALE
     )
-    min_loss_scale: float = key_only(1.0, "fp16: lower bound of the loss scale.", valid=POSITIVE, needs=LOSS_SCALE)
-    loss_scale_window: int = key_only(
-        1000,
-        "fp16: number of steps without overflow after which the loss scale doubles.",
-        valid=AT_LEAST_1,
-        needs=LOSS_SCALE,
+    min_loss_scale: Positive = key_only(1.0, "fp16: lower bound of the loss scale.", needs=LOSS_SCALE)
+    loss_scale_window: Count = key_only(
+        1000, "fp16: number of steps without overflow after which the loss scale doubles.", needs=LOSS_SCALE
     )
-    hysteresis: int = key_only(
-        2,
-        "fp16: number of overflows before the loss scale is halved; each overflow skips its step.",
-        valid=AT_LEAST_1,
-        needs=LOSS_SCALE,
+    hysteresis: Count = key_only(
+        2, "fp16: number of overflows before the loss scale is halved; each overflow skips its step.", needs=LOSS_SCALE
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 if TYPE_CHECKING:
     from megavlm.config.schema import Config
@@ -49,6 +49,13 @@ BELOW_HALF = Valid("at least 0 and less than 0.5", lambda value: 0 <= value < 0.
 FRACTION = Valid("between 0 and 1", lambda value: 0 <= value <= 1)
 SHARE = Valid("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 
+# Types of options with the ranges that most numbers have; others are given to `option` as `valid`.
+Count = Annotated[int, AT_LEAST_1]
+Natural = Annotated[int, AT_LEAST_0]
+Positive = Annotated[float, POSITIVE]
+NotNegative = Annotated[float, AT_LEAST_0]
+Below1 = Annotated[float, BELOW_1]
+
 
 def option(
     default: Any,
@@ -62,10 +69,10 @@ def option(
 ) -> Any:
     """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any.
 
-    `flag` replaces the flag that follows from the field's name; `KEY_ONLY`: no flag. `valid` is the range of a number;
-    bounds that depend on other options are rules (`megavlm/rules`). `needs` are the conditions for the option's effect,
-    in the order in which messages name them. An option with a `point` also accepts the names that are registered at
-    this extension point (`registry.py`).
+    `flag` replaces the flag that follows from the field's name; `KEY_ONLY`: no flag. `valid` is the range of a number
+    whose type does not say it, as `Count` does; bounds that depend on other options are rules (`megavlm/rules`).
+    `needs` are the conditions for the option's effect, in the order in which messages name them. An option with a
+    `point` also accepts the names that are registered at this extension point (`registry.py`).
     """
     needs = needs if isinstance(needs, tuple) else (needs,)
     metadata = {

@@ -38,7 +38,11 @@ from megavlm.config.option import (
     MODEL,
     POSITIVE,
     TRAINING,
+    Count,
+    Natural,
     Needs,
+    NotNegative,
+    Positive,
     Valid,
     key_only,
     option,
@@ -56,19 +60,11 @@ of_saves = partial(option, needs=SAVES)
 class TrainConfig:
     """How long a run trains, and on what batches."""
 
-    train_iters: int = option(
-        None, "Optimizer steps; default: 100, or what --epochs makes.", common=TRAINING, valid=AT_LEAST_1
+    train_iters: Count = option(None, "Optimizer steps; default: 100, or what --epochs makes.", common=TRAINING)
+    epochs: Positive | None = option(
+        None, "Times to read all --datasets, not --train-iters; default: none.", common=TRAINING, needs=DATASETS
     )
-    epochs: float | None = option(
-        None,
-        "Times to read all --datasets, not --train-iters; default: none.",
-        common=TRAINING,
-        valid=POSITIVE,
-        needs=DATASETS,
-    )
-    micro_batch_size: int = option(
-        1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING, valid=AT_LEAST_1
-    )
+    micro_batch_size: Count = option(1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING)
     global_batch_size: int = option(
         8,
         "Sequences per optimizer step over all ranks.",
@@ -76,23 +72,18 @@ class TrainConfig:
         common=TRAINING,
         valid=Valid("from 1 to 1,048,576", lambda value: 1 <= value <= 2**20),
     )
-    seq_length: int = option(
-        None, "Sequence length in tokens; default: 64, given weights: 8192.", common=DATA, valid=AT_LEAST_1
-    )
+    seq_length: Count = option(None, "Sequence length in tokens; default: 64, given weights: 8192.", common=DATA)
     seed: int = option(1234, "Random seed of weights, data order and dropout.", common=TRAINING, valid=SEEDS)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_interval: int = of_saves(
-        None, "Steps between saves; default: 0 (at end), given weights: 500.", common=FILES, valid=AT_LEAST_0
+    save_interval: Natural = of_saves(
+        None, "Steps between saves; default: 0 (at end), given weights: 500.", common=FILES
     )
-    keep_checkpoints: int = of_saves(2, "Number of latest checkpoints to keep; 0: keep all.", valid=AT_LEAST_0)
-    keep_every: int = key_only(
-        0,
-        "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.",
-        valid=AT_LEAST_0,
-        needs=SAVES,
+    keep_checkpoints: Natural = of_saves(2, "Number of latest checkpoints to keep; 0: keep all.")
+    keep_every: Natural = key_only(
+        0, "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.", needs=SAVES
     )
     keep_best: str | None = option(
         None,
@@ -158,16 +149,13 @@ class RunConfig:
         "Packages that add connectors, objectives, vision inputs, data sources, callbacks or families: MODULE or "
         "the name of an entry point of each; may be repeated; default: none.",
     )
-    world_size: int | None = option(
-        None,
-        "Number of processes that --dry-run assumes; default: those started, or those of one model replica.",
-        valid=AT_LEAST_1,
+    world_size: Count | None = option(
+        None, "Number of processes that --dry-run assumes; default: those started, or those of one model replica."
     )
-    hang_timeout: float | None = option(
+    hang_timeout: NotNegative | None = option(
         None,
         "Seconds without progress of any rank after which the run ends, and all ranks write their stacks to RUN_DIR; "
         "0: never. Default: ten times the median step, at least 60.",
-        valid=AT_LEAST_0,
     )
 
 

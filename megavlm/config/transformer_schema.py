@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Needs, option
+from megavlm.config.option import SHARE, Count, Natural, Needs, Positive, option
 from megavlm.config.vision_schema import LAYERS
 
 LATENTS = Needs(
@@ -25,20 +25,18 @@ class LanguageConfig:
     """A decoder-only transformer; covers Llama, Mistral, Qwen2, Qwen3, Gemma 3, GLM-4, and those inside their VLMs."""
 
     num_layers: int = option(4, "Layers of the language model.", valid=LAYERS)
-    hidden_size: int = option(128, "Hidden size of the language model.", valid=AT_LEAST_1)
-    ffn_hidden_size: int = option(256, "Inner width of the language MLP.", valid=AT_LEAST_1)
-    num_attention_heads: int = option(8, "Query heads of the language model.", valid=AT_LEAST_1)
-    num_query_groups: int = option(
-        None,
-        "Number of key/value heads (grouped-query attention); default: the number of query heads.",
-        valid=AT_LEAST_1,
+    hidden_size: Count = option(128, "Hidden size of the language model.")
+    ffn_hidden_size: Count = option(256, "Inner width of the language MLP.")
+    num_attention_heads: Count = option(8, "Query heads of the language model.")
+    num_query_groups: Count = option(
+        None, "Number of key/value heads (grouped-query attention); default: the number of query heads."
     )
-    kv_channels: int = option(None, "Width of a head; default: hidden size / attention heads.", valid=AT_LEAST_1)
-    global_kv_channels: int | None = option(
-        None, "Head width in layers without a window; default: kv_channels.", valid=AT_LEAST_1, needs=GLOBAL_LAYERS
+    kv_channels: Count = option(None, "Width of a head; default: hidden size / attention heads.")
+    global_kv_channels: Count | None = option(
+        None, "Head width in layers without a window; default: kv_channels.", needs=GLOBAL_LAYERS
     )
-    global_query_groups: int | None = option(
-        None, "Key heads in layers without a window; default: num_query_groups.", valid=AT_LEAST_1, needs=GLOBAL_LAYERS
+    global_query_groups: Count | None = option(
+        None, "Key heads in layers without a window; default: num_query_groups.", needs=GLOBAL_LAYERS
     )
     keys_as_values: bool = option(
         False,
@@ -52,40 +50,34 @@ class LanguageConfig:
             ),
         ),
     )
-    vocab_size: int = option(
-        None,
-        "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results.",
-        valid=AT_LEAST_1,
+    vocab_size: Count = option(
+        None, "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results."
     )
-    rotary_base: float = option(10000.0, "Base of the rotary position embedding.", valid=POSITIVE)
+    rotary_base: Positive = option(10000.0, "Base of the rotary position embedding.")
     rope_scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = option(
         "none",
         "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 and yarn only "
         "low ones; proportional: only a head's highest frequencies, rotary_percent of them, rotate (Gemma 4).",
     )
-    rope_scaling_factor: float = option(1.0, "Divisor of scaled rotary frequencies.", valid=POSITIVE)
-    rope_low_freq_factor: float = option(
-        1.0, "llama3 scaling: divide frequencies with a wavelength above original positions / this.", valid=POSITIVE
+    rope_scaling_factor: Positive = option(1.0, "Divisor of scaled rotary frequencies.")
+    rope_low_freq_factor: Positive = option(
+        1.0, "llama3 scaling: divide frequencies with a wavelength above original positions / this."
     )
-    rope_high_freq_factor: float = option(
+    rope_high_freq_factor: Positive = option(
         4.0,
         "llama3 scaling: keep frequencies with a wavelength below original positions / this; interpolate between "
         "the two bounds.",
-        valid=POSITIVE,
     )
-    rope_beta_fast: float = option(
-        32.0,
-        "yarn scaling: keep frequencies that make at least this many turns within the original positions.",
-        valid=POSITIVE,
+    rope_beta_fast: Positive = option(
+        32.0, "yarn scaling: keep frequencies that make at least this many turns within the original positions."
     )
-    rope_beta_slow: float = option(
+    rope_beta_slow: Positive = option(
         1.0,
         "yarn scaling: divide frequencies that make at most this many turns within the original positions; interpolate "
         "between the two bounds.",
-        valid=POSITIVE,
     )
-    rope_original_positions: int = option(
-        8192, "llama3 and yarn scaling: context length in tokens before scaling (original positions).", valid=AT_LEAST_1
+    rope_original_positions: Count = option(
+        8192, "llama3 and yarn scaling: context length in tokens before scaling (original positions)."
     )
     rotary_percent: float = option(
         1.0, "Share of the channels of an attention head that rotate, its first ones (GLM: 0.5).", valid=SHARE
@@ -93,22 +85,18 @@ class LanguageConfig:
     rotary_interleaved: bool = option(
         False, "Rotate pairs of neighbouring channels (GLM); off: channels of the first and the second half of a head."
     )
-    local_rotary_base: float | None = option(
+    local_rotary_base: Positive | None = option(
         None,
         "Base of the rotary position embedding in layers with a sliding window, where frequencies are not scaled "
         "(Gemma 3); default: positions rotate alike in all layers.",
-        valid=POSITIVE,
     )
-    max_positions: int | None = option(
-        None,
-        "Maximum --seq-length that the model supports, in tokens; default: that of a given folder, else no limit.",
-        valid=AT_LEAST_1,
+    max_positions: Count | None = option(
+        None, "Maximum --seq-length that the model supports, in tokens; default: that of a given folder, else no limit."
     )
-    mrope_section: tuple[int, ...] = option(
+    mrope_section: tuple[Natural, ...] = option(
         (),
         "M-RoPE: numbers of channel pairs that rotate with time, height and width (Qwen-VL); default: all pairs "
         "rotate with the token position.",
-        valid=AT_LEAST_0,
     )
     mrope_interleaved: bool = option(
         False,
@@ -117,7 +105,7 @@ class LanguageConfig:
     normalization: Literal["RMSNorm", "LayerNorm"] = option(
         "RMSNorm", "Type of the language model's norm layers of hidden states; LayerNorm has no bias (Cohere)."
     )
-    norm_epsilon: float = option(1e-6, "Epsilon of the model's norm layers.", valid=POSITIVE)
+    norm_epsilon: Positive = option(1e-6, "Epsilon of the model's norm layers.")
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head.")
     value_norm: bool = option(False, "Normalize values (RMSNorm, no weights).")
@@ -144,91 +132,69 @@ class LanguageConfig:
     activation: Literal["swiglu", "geglu"] = option(
         "swiglu", "Gated activation of the language MLP: with SiLU, or with tanh-approximated GELU (Gemma)."
     )
-    softmax_scale: float | None = option(
-        None,
-        "Factor of attention scores before the softmax; default: 1 / √(width of an attention head).",
-        valid=POSITIVE,
+    softmax_scale: Positive | None = option(
+        None, "Factor of attention scores before the softmax; default: 1 / √(width of an attention head)."
     )
-    attention_softcap: float | None = option(
-        None,
-        "Bound c of attention scores x before the softmax, as c · tanh(x / c) (Gemma 2); default: none.",
-        valid=POSITIVE,
+    attention_softcap: Positive | None = option(
+        None, "Bound c of attention scores x before the softmax, as c · tanh(x / c) (Gemma 2); default: none."
     )
-    final_softcap: float | None = option(
-        None, "Bound c of logits x, as c · tanh(x / c) (Gemma 2); default: none.", valid=POSITIVE
+    final_softcap: Positive | None = option(None, "Bound c of logits x, as c · tanh(x / c) (Gemma 2); default: none.")
+    logit_scale: Positive = option(1.0, "Factor of logits (Cohere).")
+    embedding_scale: Positive = option(
+        1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size)."
     )
-    logit_scale: float = option(1.0, "Factor of logits (Cohere).", valid=POSITIVE)
-    embedding_scale: float = option(
-        1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size).", valid=POSITIVE
-    )
-    window_size: int | None = option(
+    window_size: Count | None = option(
         None,
         "Sliding window: each token attends to at most this many tokens, itself and those before it; default: to all "
         "tokens before it.",
-        valid=AT_LEAST_1,
     )
-    full_attention_layers: tuple[int, ...] = option(
+    full_attention_layers: tuple[Natural, ...] = option(
         (),
         "Indices (from 0) of language layers that attend to all tokens despite model.language.window_size; default: no "
         "layer.",
-        valid=AT_LEAST_0,
     )
-    no_rope_layers: tuple[int, ...] = option(
-        (),
-        "Indices (from 0) of language layers without rotary positions (NoPE, EXAONE 4); default: no layer.",
-        valid=AT_LEAST_0,
+    no_rope_layers: tuple[Natural, ...] = option(
+        (), "Indices (from 0) of language layers without rotary positions (NoPE, EXAONE 4); default: no layer."
     )
-    kv_lora_rank: int | None = option(
+    kv_lora_rank: Count | None = option(
         None,
         "Multi-head latent attention (MLA, DeepSeek-V2): width of the latent that keys and values of all heads are "
         "projected from; default: they are projected from the hidden states.",
-        valid=AT_LEAST_1,
     )
-    q_lora_rank: int | None = option(
+    q_lora_rank: Count | None = option(
         None,
         "Latent attention: width of the latent that queries are projected from; default: the hidden states.",
-        valid=AT_LEAST_1,
         needs=LATENTS,
     )
-    qk_pos_emb_head_dim: int = option(
+    qk_pos_emb_head_dim: Count = option(
         64,
         "Latent attention: channels of a query and key that rotate, the last of kv_channels; all heads share those of "
         "a key.",
-        valid=AT_LEAST_1,
         needs=LATENTS,
     )
-    v_head_dim: int = option(128, "Latent attention: width of a value head.", valid=AT_LEAST_1, needs=LATENTS)
-    rope_attention_factor: float = option(
+    v_head_dim: Count = option(128, "Latent attention: width of a value head.", needs=LATENTS)
+    rope_attention_factor: Positive = option(
         1.0,
         "Latent attention: factor of the channels that rotate (YaRN's, from mscale and mscale_all_dim).",
-        valid=POSITIVE,
         needs=LATENTS,
     )
     attention_output_gate: bool = option(
         False, "Multiply the output of attention by the sigmoid of a projection of its input (Qwen3.5)."
     )
-    linear_attention_layers: tuple[int, ...] = option(
+    linear_attention_layers: tuple[Natural, ...] = option(
         (),
         "Indices (from 0) of language layers with linear attention, GatedDeltaNet, in place of softmax attention "
         "(Qwen3.5); default: no layer.",
-        valid=AT_LEAST_0,
     )
-    linear_num_key_heads: int = option(16, "Linear attention: query and key heads.", valid=AT_LEAST_1)
-    linear_num_value_heads: int = option(
-        32,
-        "Linear attention: number of value heads, a multiple of the key heads.",
-        valid=AT_LEAST_1,
-    )
-    linear_key_head_dim: int = option(128, "Linear attention: width of a key head.", valid=AT_LEAST_1)
-    linear_value_head_dim: int = option(128, "Linear attention: width of a value head.", valid=AT_LEAST_1)
-    linear_conv_kernel_dim: int = option(
-        4, "Linear attention: width in tokens of its causal convolution.", valid=AT_LEAST_1
-    )
-    mtp_layers: int = option(
+    linear_num_key_heads: Count = option(16, "Linear attention: query and key heads.")
+    linear_num_value_heads: Count = option(32, "Linear attention: number of value heads, a multiple of the key heads.")
+    linear_key_head_dim: Count = option(128, "Linear attention: width of a key head.")
+    linear_value_head_dim: Count = option(128, "Linear attention: width of a value head.")
+    linear_conv_kernel_dim: Count = option(4, "Linear attention: width in tokens of its causal convolution.")
+    mtp_layers: Natural = option(
         0,
         "Number of trained layers after the last one, each of which predicts a token further ahead (multi-token "
         "prediction); default 0: such layers of a given folder are exported unchanged.",
-        valid=AT_LEAST_0,
     )
     bidirectional_images: bool = option(
         False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Needs, Valid, option
+from megavlm.config.option import Count, Natural, Needs, Positive, Valid, option
 
 LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs visit each layer
 TOWER = Valid("from 0 to 10,000", lambda value: 0 <= value <= 10_000)
@@ -24,22 +24,16 @@ class VisionConfig:
     """
 
     num_layers: int = option(4, "Layers of the vision encoder; 0: none, text only.", valid=TOWER)
-    hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
-    ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
-    num_attention_heads: int = option(8, "Heads; zero heads pad it for TP.", valid=AT_LEAST_1)
-    num_query_groups: int | None = option(
-        None,
-        "Number of key/value heads of the vision encoder (grouped-query attention); default: the number of heads.",
-        valid=AT_LEAST_1,
+    hidden_size: Count = option(128, "Hidden size of the vision encoder.")
+    ffn_hidden_size: Count = option(256, "Inner width of the vision MLP.")
+    num_attention_heads: Count = option(8, "Heads; zero heads pad it for TP.")
+    num_query_groups: Count | None = option(
+        None, "Number of key/value heads of the vision encoder (grouped-query attention); default: the number of heads."
     )
-    image_size: int = option(
-        32, "Side in pixels of the images that the table of learned positions is for.", valid=AT_LEAST_1
-    )
-    patch_size: int = option(8, "Side of a patch in pixels.", valid=AT_LEAST_1)
-    in_channels: int = option(
-        3,
-        "Number of channels of an image; with given weights, as many as theirs or more (see new_channels).",
-        valid=AT_LEAST_1,
+    image_size: Count = option(32, "Side in pixels of the images that the table of learned positions is for.")
+    patch_size: Count = option(8, "Side of a patch in pixels.")
+    in_channels: Count = option(
+        3, "Number of channels of an image; with given weights, as many as theirs or more (see new_channels)."
     )
     new_channels: Literal["zeros", "repeat"] = option(
         "zeros",
@@ -51,8 +45,8 @@ class VisionConfig:
             "name them with --init-from or --vision-from",
         ),
     )
-    temporal_patch_size: int = option(
-        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2).", valid=AT_LEAST_1
+    temporal_patch_size: Count = option(
+        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2)."
     )
     class_token: bool = option(False, "Prepend a learned class token to each image; the projector does not receive it.")
     position_embedding: Literal["learned", "rope2d", "learned_rope2d", "axes_rope2d"] = option(
@@ -60,10 +54,9 @@ class VisionConfig:
         "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL); axes_rope2d: a "
         "learned column plus a learned row, each of which rotates half of a head (Gemma 4).",
     )
-    axis_positions: int = option(
+    axis_positions: Count = option(
         10240,
         "Number of learned columns and of rows.",
-        valid=AT_LEAST_1,
         needs=Needs(
             lambda config: config.model.vision.position_embedding == "axes_rope2d",
             "without learned columns and rows",
@@ -76,7 +69,7 @@ class VisionConfig:
         "(Qwen3-VL) or without (PaddleOCR-VL), or bucket, which takes the table entry that contains the patch "
         "(SmolVLM); fraction does too, and rounds where a patch begins once less (MiniCPM-V).",
     )
-    rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.", valid=POSITIVE)
+    rotary_base: Positive = option(10000.0, "Base of the 2-D rotary position embedding.")
     rotary_interleaved: bool = option(
         False, "2-D rotary embedding: rows use even, columns odd frequencies (Pixtral); off: both use even ones."
     )
@@ -84,11 +77,11 @@ class VisionConfig:
         False, "2-D rotary embedding: rotate neighbouring channels, by column and row in turn (MoonViT); off: halves."
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of norm layers.")
-    norm_epsilon: float = option(1e-5, "Epsilon of the encoder's norm layers.", valid=POSITIVE)
+    norm_epsilon: Positive = option(1e-5, "Epsilon of the encoder's norm layers.")
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu", "geglu"] = option(
         "gelu", "Activation function of the vision MLP."
     )
-    softmax_scale: float | None = option(None, "Factor of attention scores; default: 1/√(head width).", valid=POSITIVE)
+    softmax_scale: Positive | None = option(None, "Factor of attention scores; default: 1/√(head width).")
     add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
     add_qkv_bias: bool = option(True, "Add biases to queries, keys and values.")
     qk_norm: Literal["none", "head", "head_and_values", "full"] = option(
@@ -112,27 +105,21 @@ class VisionConfig:
     feature_layer: int = option(
         -1, "Layer whose output the projector receives, from the end: -1 is the last layer, -2 the one before it."
     )
-    window_size: int | None = option(
-        None,
-        "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image.",
-        valid=AT_LEAST_1,
+    window_size: Count | None = option(
+        None, "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image."
     )
-    full_attention_layers: tuple[int, ...] = option(
-        (),
-        "Indices (from 0) of layers that attend to the whole image despite window_size; default: no layer.",
-        valid=AT_LEAST_0,
+    full_attention_layers: tuple[Natural, ...] = option(
+        (), "Indices (from 0) of layers that attend to the whole image despite window_size; default: no layer."
     )
-    deepstack_layers: tuple[int, ...] = option(
+    deepstack_layers: tuple[Natural, ...] = option(
         (),
         "Indices (from 0) of vision layers whose projected features are added after the first language layers "
         "(Qwen3-VL's DeepStack); default: no layer.",
-        valid=AT_LEAST_0,
     )
-    merger_layer: int | None = option(
+    merger_layer: Natural | None = option(
         None,
         "Index (from 0) of the vision layer after which each 2×2 neighbouring patches become one, by attention among "
         "them and an MLP (MiniCPM-V 4.6); default: no layer.",
-        valid=AT_LEAST_0,
     )
 
 
@@ -144,21 +131,17 @@ class AudioConfig:
     """
 
     num_layers: int = option(0, "Layers of the audio encoder; 0: none.", valid=TOWER)
-    hidden_size: int = option(128, "Hidden size of the audio encoder, even.", valid=AT_LEAST_1, needs=AUDIO)
-    ffn_hidden_size: int = option(256, "Inner width of the audio encoder's MLP.", valid=AT_LEAST_1, needs=AUDIO)
-    num_attention_heads: int = option(8, "Heads; zero heads pad it for TP.", valid=AT_LEAST_1, needs=AUDIO)
-    mel_bins: int = option(128, "Mel frequencies; 100 frames a second.", valid=AT_LEAST_1, needs=AUDIO)
-    chunk_frames: int = option(
-        200,
-        "Mel frames per chunk, even; convolutions, positions and attention stay within a chunk.",
-        valid=AT_LEAST_1,
-        needs=AUDIO,
+    hidden_size: Count = option(128, "Hidden size of the audio encoder, even.", needs=AUDIO)
+    ffn_hidden_size: Count = option(256, "Inner width of the audio encoder's MLP.", needs=AUDIO)
+    num_attention_heads: Count = option(8, "Heads; zero heads pad it for TP.", needs=AUDIO)
+    mel_bins: Count = option(128, "Mel frequencies; 100 frames a second.", needs=AUDIO)
+    chunk_frames: Count = option(
+        200, "Mel frames per chunk, even; convolutions, positions and attention stay within a chunk.", needs=AUDIO
     )
-    conv_channels: int | None = option(
+    conv_channels: Count | None = option(
         None,
         "Channels of three convolutions over time and frequencies, which turn eight frames into a feature "
         "(Qwen3-Omni); default: two over time, and features of two positions.",
-        valid=AT_LEAST_1,
         needs=AUDIO,
     )
-    window_chunks: int = option(1, "Chunks that attend to one another.", valid=AT_LEAST_1, needs=AUDIO)
+    window_chunks: Count = option(1, "Chunks that attend to one another.", needs=AUDIO)

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import megavlm.arch  # noqa: F401 (enters the connectors, whose options are in the table)
 from megavlm.config.messages import did_you_mean, plain, shown
@@ -148,9 +148,9 @@ def record_of(record: Any, values: Mapping[str, object], *, name: str) -> Any:
     """Return an instance of the dataclass of options `record` with these values. Raises UserError, which names `name`,
     for a value of the wrong type or out of its range.
     """
-    found = _record(record, values, name=name)
+    found, hints = _record(record, values, name=name), get_type_hints(record, include_extras=True)
     for field in fields(record):
-        valid, value = field.metadata.get("valid"), getattr(found, field.name)
+        valid, value = field.metadata.get("valid") or _range(hints[field.name]), getattr(found, field.name)
         if valid is not None and value is not None and not valid.holds(value):
             raise UserError(f"{name} {field.name} {value} must be {valid.words}")
     return found
@@ -258,7 +258,7 @@ def _all_options(state: State) -> tuple[Option, ...]:
 
 
 def _options(section: Any, path: tuple[str, ...], *, registers: bool = False) -> Iterable[Option]:
-    hints = get_type_hints(section)
+    hints = get_type_hints(section, include_extras=True)
     nested: list[tuple[str, Any]] = []
     for field in fields(section):
         hint = hints[field.name]
@@ -275,7 +275,8 @@ def _options(section: Any, path: tuple[str, ...], *, registers: bool = False) ->
         if field.default is None:  # also where `resolve` fills it in, so that the type does not say it
             kind = replace(kind, optional=True)
         # The metadata's keys are help, aliases, own_flag, common, valid, needs and point.
-        yield Option((*path, field.name), kind, field.default, registers=registers, **field.metadata)
+        declared = {**field.metadata, "valid": field.metadata["valid"] or _range(hint)}
+        yield Option((*path, field.name), kind, field.default, registers=registers, **declared)
     for name, below in nested:
         if below is not None:
             yield from _options(below, (*path, *name.split(".")), registers=registers or "." in name)
@@ -286,8 +287,17 @@ def is_sections(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Sections)
 
 
+def _range(annotation: Any) -> Valid | None:
+    """Return the range that a type or a part of it has; None if it has none."""
+    if get_origin(annotation) is Annotated:
+        return cast(Valid, annotation.__metadata__[0])
+    return next(filter(None, map(_range, get_args(annotation))), None)
+
+
 def _kind(annotation: Any) -> Kind:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(arguments[0])
     if origin in (types.UnionType, Union):
         (inner,) = [argument for argument in arguments if argument is not type(None)]
         return replace(_kind(inner), optional=True)

@@ -11,7 +11,7 @@ from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
 from megavlm.arch.resampler import MlpBlock
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
-from megavlm.config.option import AT_LEAST_1, filled, option
+from megavlm.config.option import Count, filled, option
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
 
@@ -19,16 +19,11 @@ from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 class AdaptivePoolConfig:
     """Options of the connector `adaptive_pool`."""
 
-    side: int | None = option(
-        None, "Rows and columns of image tokens of each image; default: 12 without `factor`.",
-        valid=AT_LEAST_1,
-    )  # fmt: skip
-    factor: int | None = option(
-        None, "Patches along each side of an image that become one token, rounded up; default: none.", valid=AT_LEAST_1
+    side: Count | None = option(None, "Rows and columns of image tokens of each image; default: 12 without `factor`.")
+    factor: Count | None = option(
+        None, "Patches along each side of an image that become one token, rounded up; default: none."
     )
-    hidden_size: int = option(
-        None, "Inner width of the MLP after pooling; default: model.language.hidden_size.", valid=AT_LEAST_1
-    )
+    hidden_size: Count = option(None, "Inner width of the MLP after pooling; default: model.language.hidden_size.")
 
 
 class AdaptivePool(Connector):

@@ -23,7 +23,7 @@ from megavlm.arch.resampler import MlpBlock
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import share_of
 from megavlm.arch.workload import Workload
-from megavlm.config.option import AT_LEAST_1, POSITIVE, filled, option
+from megavlm.config.option import Count, Positive, filled, option
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 
 TAPS = 9  # weights of a 3 × 3 convolution for each channel
@@ -33,18 +33,16 @@ TAPS = 9  # weights of a 3 × 3 convolution for each channel
 class CAbstractorConfig:
     """Options of the connector `c_abstractor`."""
 
-    side: int = option(12, "Rows and columns of image tokens of each image.", valid=AT_LEAST_1)
-    depth: int = option(3, "ResNet blocks before and after the pooling.", valid=AT_LEAST_1)
-    hidden_size: int = option(
-        1024, "Channels of the ResNet blocks; zero channels pad it to a multiple of TP.", valid=AT_LEAST_1
+    side: Count = option(12, "Rows and columns of image tokens of each image.")
+    depth: Count = option(3, "ResNet blocks before and after the pooling.")
+    hidden_size: Count = option(1024, "Channels of the ResNet blocks; zero channels pad it to a multiple of TP.")
+    squeeze_size: Count = option(
+        None, "Inner width of squeeze-and-excitation; default: a quarter of the blocks' channels."
     )
-    squeeze_size: int = option(
-        None, "Inner width of squeeze-and-excitation; default: a quarter of the blocks' channels.", valid=AT_LEAST_1
+    ffn_hidden_size: Count = option(
+        None, "Inner width of the MLP after the blocks; default: model.language.hidden_size."
     )
-    ffn_hidden_size: int = option(
-        None, "Inner width of the MLP after the blocks; default: model.language.hidden_size.", valid=AT_LEAST_1
-    )
-    norm_epsilon: float = option(1e-5, "Epsilon of the C-Abstractor's norms.", valid=POSITIVE)
+    norm_epsilon: Positive = option(1e-5, "Epsilon of the C-Abstractor's norms.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.messages import no_divisor
-from megavlm.config.option import AT_LEAST_1, POSITIVE, filled, option
+from megavlm.config.option import Count, Positive, filled, option
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
 
@@ -23,22 +23,20 @@ from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 class PerceiverConfig:
     """Options of the connector `perceiver`."""
 
-    num_latents: int = option(64, "Learned latents: image tokens of each image.", valid=AT_LEAST_1)
-    num_layers: int = option(3, "Layers of the Perceiver resampler.", valid=AT_LEAST_1)
-    num_attention_heads: int = option(16, "Query heads of the Perceiver resampler.", valid=AT_LEAST_1)
-    num_query_groups: int = option(
-        4, "Key/value heads of the Perceiver resampler; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
+    num_latents: Count = option(64, "Learned latents: image tokens of each image.")
+    num_layers: Count = option(3, "Layers of the Perceiver resampler.")
+    num_attention_heads: Count = option(16, "Query heads of the Perceiver resampler.")
+    num_query_groups: Count = option(
+        4, "Key/value heads of the Perceiver resampler; zero heads pad it to a multiple of TP."
     )
-    kv_channels: int = option(96, "Width of the resampler's attention heads.", valid=AT_LEAST_1)
-    ffn_hidden_size: int = option(
-        None, "Inner width of the MLPs of the Perceiver resampler; default: 4 × language hidden size.", valid=AT_LEAST_1
+    kv_channels: Count = option(96, "Width of the resampler's attention heads.")
+    ffn_hidden_size: Count = option(
+        None, "Inner width of the MLPs of the Perceiver resampler; default: 4 × language hidden size."
     )
-    projection_ffn_hidden_size: int = option(
-        None,
-        "Inner width of the MLP before the resampler, to the language model's width; default: its MLPs' width.",
-        valid=AT_LEAST_1,
+    projection_ffn_hidden_size: Count = option(
+        None, "Inner width of the MLP before the resampler, to the language model's width; default: its MLPs' width."
     )
-    norm_epsilon: float = option(1e-6, "Epsilon of the resampler's norms.", valid=POSITIVE)
+    norm_epsilon: Positive = option(1e-6, "Epsilon of the resampler's norms.")
 
 
 # Options, and the settings of Idefics2PerceiverConfig with the same defaults.

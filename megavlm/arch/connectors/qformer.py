@@ -13,7 +13,7 @@ from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.messages import no_divisor
-from megavlm.config.option import AT_LEAST_1, POSITIVE, option
+from megavlm.config.option import Count, Positive, option
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
 
@@ -21,17 +21,13 @@ from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 class QFormerConfig:
     """Options of the connector `qformer`."""
 
-    num_queries: int = option(32, "Learned queries: image tokens of each image.", valid=AT_LEAST_1)
-    num_layers: int = option(12, "Layers of the Q-Former.", valid=AT_LEAST_1)
-    hidden_size: int = option(768, "Hidden size of the Q-Former.", valid=AT_LEAST_1)
-    ffn_hidden_size: int = option(3072, "Inner width of the MLPs of the Q-Former.", valid=AT_LEAST_1)
-    num_attention_heads: int = option(
-        12, "Attention heads of the Q-Former; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
-    )
-    cross_attention_frequency: int = option(
-        2, "Every so many layers, from the first on, attend to the patches.", valid=AT_LEAST_1
-    )
-    norm_epsilon: float = option(1e-12, "Epsilon of the norm layers of the Q-Former.", valid=POSITIVE)
+    num_queries: Count = option(32, "Learned queries: image tokens of each image.")
+    num_layers: Count = option(12, "Layers of the Q-Former.")
+    hidden_size: Count = option(768, "Hidden size of the Q-Former.")
+    ffn_hidden_size: Count = option(3072, "Inner width of the MLPs of the Q-Former.")
+    num_attention_heads: Count = option(12, "Attention heads of the Q-Former; zero heads pad it to a multiple of TP.")
+    cross_attention_frequency: Count = option(2, "Every so many layers, from the first on, attend to the patches.")
+    norm_epsilon: Positive = option(1e-12, "Epsilon of the norm layers of the Q-Former.")
 
 
 # Options, and the settings of Blip2QFormerConfig with the same defaults.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from megavlm.command_line.configuration import configured
 from megavlm.config.messages import did_you_mean, plain, shown
-from megavlm.config.option import AT_LEAST_1, option
+from megavlm.config.option import Count, option
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.rules.fields import record_of
@@ -39,12 +39,12 @@ class GridOptions:
     """The keys of a grid file that are plain values."""
 
     run_dir: str = option("", "Folder in which each variant has a folder of its own.")
-    nodes: int = option(1, "Machines of a variant.", valid=AT_LEAST_1)
-    processes: int = option(1, "Processes of each machine.", valid=AT_LEAST_1)
+    nodes: Count = option(1, "Machines of a variant.")
+    processes: Count = option(1, "Processes of each machine.")
     seeds: tuple[int, ...] = option((), "Seeds, with each of which every variant trains.")
     metric: str = option("loss", "Key of metrics.jsonl that is compared.")
     mode: Literal["min", "max"] = option("min", "Which value of the metric is best.")
-    average_last: int = option(1, "Records at the end that are averaged.", valid=AT_LEAST_1)
+    average_last: Count = option(1, "Records at the end that are averaged.")
 
 
 @dataclass(frozen=True)
