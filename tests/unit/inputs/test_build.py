@@ -150,12 +150,13 @@ def test_a_video_says_how_long_it_is_and_when_each_frame_is_shown() -> None:
     assert layout.features == 64
 
 
-@pytest.mark.parametrize("model_type", ["internvl", "smolvlm", "llava_onevision", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["internvl", "smolvlm", "llava_onevision", "qwen3_vl", "gemma4"])
 @pytest.mark.parametrize("tokens", [100, 37, 8, 5])
 def test_a_budget_of_tokens_is_kept(model_type: str, tokens: int) -> None:
     sides = {"size": {"height": 28, "width": 28}}
     options = {
         "smolvlm": {"max_image_size": {"longest_edge": 28}},
+        "gemma4": {"patch_size": 14, "pooling_kernel_size": 2},
         "qwen3_vl": {"patch_size": 14, "size": {"shortest_edge": 1, "longest_edge": 10**7}},
     }
     found = videos(model_type, **options.get(model_type, sides))
