@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import peft
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft.utils import transformers_weight_conversion
 from torch import Tensor
+from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
 
 from megavlm.arch.image_tokens import grid_of
@@ -41,6 +45,7 @@ from megavlm.inference.parting import Model, beside_transformers, compared, firs
 from megavlm.inference.single_process import full_model
 from megavlm.inputs.batch import ImageBatch, ImageSizes, MicroBatch
 from megavlm.inputs.patches import patchify
+from megavlm.model.masks import image_runs, masked_spans
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.pipeline.schedule import pipeline_config
@@ -112,6 +117,32 @@ def test_a_tower_equals_transformers(name: str, height: int, width: int, single:
     expected = model(pixels, output_hidden_states=True, **options).hidden_states[config.model.vision.feature_layer]
     expected = expected[:, expected.shape[1] - features.shape[1] :]
     assert_alike(features, expected, chunk, config, pretrained, model)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6), st.integers(1, 2)), min_size=1), st.integers(1, 9))
+def test_images_frames_and_windows_mask_as_in_transformers(parts: list[tuple[int, int, int]], window: int) -> None:
+    """Of Gemma 4: after some words an image or a frame, of which some attend both ways within the window alone."""
+    kinds = torch.tensor([kind for words, features, own in parts for kind in [0] * words + [own] * features])[None]
+    text = transformers.Gemma4TextConfig(
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=window
+    )
+    text._attn_implementation = "eager"
+    inputs = (torch.zeros(*kinds.shape, 1), None, None, torch.arange(kinds.numel())[None])
+    blocks = modeling_gemma4.get_block_sequence_ids_for_mask(kinds, device=kinds.device)
+    theirs = modeling_gemma4.create_masks_for_vision_model(text, *inputs, blocks)
+    counts, bounds = [features for _, features, _ in parts if features] or [0], [0, kinds.numel()]
+    spans_of = partial(masked_spans, bounds, longest=max(counts), step=5, device=kinds.device, dtype=torch.float32)
+    runs = image_runs(kinds, 1, counts, 2)
+    spans = {
+        "sliding_attention": spans_of(window=window, runs=runs),
+        "full_attention": spans_of(window=None, runs=None),
+    }
+    for name, found in spans.items():
+        ours = torch.zeros(kinds.numel(), kinds.numel(), dtype=torch.bool)
+        for span in found:
+            ours[span.queries, span.keys] = span.mask == 0
+        assert torch.equal(ours, theirs[name][0, 0] == 0), name
 
 
 FAST = ("internvl", "qwen2.5-vl")
