@@ -34,14 +34,7 @@ from megavlm.arch.kinds import (
     saved_bytes,
 )
 from megavlm.arch.layer_sizes import LayerSizes, RoutedRows
-from megavlm.arch.layers import (
-    EMBEDDING,
-    LANGUAGE_LAYER,
-    LANGUAGE_NORM,
-    MTP_NORM,
-    OUTPUT,
-    kind_of,
-)
+from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, MTP_NORM, OUTPUT, kind_of
 from megavlm.arch.scenario import Scenario
 from megavlm.planner.collectives import all_to_all, group_of, ring_gather
 from megavlm.planner.hardware import Hardware, Rates, fp8_speed

@@ -8,10 +8,7 @@ from dataclasses import replace
 from megavlm.arch.connector import connector_of
 from megavlm.arch.objectives import objective_of
 from megavlm.config.derived import has_vision, is_latent, rotary_channels, tower_merge
-from megavlm.config.lora_config import (
-    clipped_parts,
-    trained_whole,
-)
+from megavlm.config.lora_config import clipped_parts, trained_whole
 from megavlm.config.messages import indivisible, nearest, no_divisor
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config

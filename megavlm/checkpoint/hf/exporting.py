@@ -31,14 +31,7 @@ from megavlm.checkpoint.hf.embedding_files import (
 )
 from megavlm.checkpoint.hf.hf_files import DTYPE_NAMES, DTYPES, INDEX, PIECE_BYTES, HfFolder, StreamedFile, for_each
 from megavlm.checkpoint.hf.pretrained import check_size, copies, refuse, without_output
-from megavlm.checkpoint.hf.sidecar import (
-    TENSORS,
-    Sidecar,
-    copy_kept,
-    exportable,
-    family_at,
-    sidecars,
-)
+from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept, exportable, family_at, sidecars
 from megavlm.checkpoint.hf.slices import pieces_of, slice_of
 from megavlm.checkpoint.summary import model_of, read_summary
 from megavlm.config.schema import LoraConfig, ModelConfig
