@@ -39,8 +39,8 @@ def _lines(run: dict[str, Any]) -> list[str]:
     wall, restarts, back = run["wall_s"], run["restarts"], run["typical_recovery_s"]
     seconds = sorted(run["seconds"].items(), key=lambda item: (item[0] != TRAINING, -item[1]))
     return [
-        f"{run['run']}: {run['goodput']:.1%} of {duration(wall)} is training; {run['iterations']:,} iterations, "
-        f"{restarts} restart{'s'[: restarts != 1]}"
+        f"{run['run']}: {run['goodput']:.1%} of {duration(wall)} is training, {run['kept']:.1%} steps that stay; "
+        f"{run['iterations']:,} iterations, {restarts} restart{'s'[: restarts != 1]}"
         + ("" if back is None else f", {duration(back)} until the next step"),
         *(f"{value / wall:6.1%} {value:9.1f} s  {cause}: {CAUSES[cause]}" for cause, value in seconds),
     ]

@@ -364,7 +364,10 @@ TOGETHER = (
         "LLaVA-1.5-7B, fp8: whole step",
         "LLaVA-1.5-7B, fp8: times as fast as Transformers with autocast",
     ),
-    ("the same: throughput of iterations that stay, over a run without",),
+    (
+        "the same: throughput of iterations that stay, over a run without",
+        "ten faults in 20 minutes, two processes: time in steps that stay, over a run without",
+    ),
     ("CPU training step, one process: throughput over Transformers'",),
     ("median error of step times, 16 configurations of two processes",),
 )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+import yaml
 
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.configuration import configured
@@ -16,11 +19,14 @@ from megavlm.errors import UserError
 from megavlm.programs.launch import kubernetes, slurm, vertex
 from megavlm.programs.launch.checks import add_check_options, check_job, pairs, read_profile
 from megavlm.programs.launch.job import VARIABLE, Children, Command, Job, add_agent_options, agent, read_exit
+from megavlm.rules.load import read_yaml
 
 
 @reported("launch")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 submitted or finished, 2 a mistake (reported in one line), else the run's status."""
+    if argv[:1] == ["--job"] and len(argv) > 1:
+        argv = _words_of_job(Path(argv[1]), argv[2:])
     cut = list(argv).index("--") if "--" in argv else len(argv)
     flags = tuple(argv[cut + 1 :])
     options, more = _parser().parse_known_args(argv[:cut])
@@ -39,6 +45,28 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(re.sub(of_torchrun, ours, str(error))) from error
 
 
+def _words_of_job(path: Path, more: Sequence[str]) -> list[str]:
+    """Return the command line that a job file stands for, with `more` options behind its own. Raises UserError."""
+    read_yaml(path, what="--job")  # its mistakes, in one line
+    job = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # texts alone: 12:00:00 is no number
+    if not isinstance(job, dict) or not isinstance(job.get("launch"), str) or not isinstance(job.get("flags"), str):
+        raise UserError(f"--job {path} must have `launch: slurm` (vertex, kubernetes, local), and `flags:` of the run")
+    if "--" in more:
+        raise UserError(f"{path} has the flags of the run: write them there, and here only options of the job")
+    words = [job.pop("launch")]
+    try:
+        flags = shlex.split(job.pop("flags"))
+    except ValueError as error:
+        raise UserError(f"--job {path}: flags cannot be read: {error}") from None
+    for name, value in job.items():
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, str):
+                raise UserError(f"--job {path}: {name} must be a value, or a list of values")
+            flag = f"--{name.replace('_', '-')}"
+            words.append(flag if each == "true" else f"{flag}={each}")
+    return [*words, *more, "--", *flags]
+
+
 def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
     known = known_flags()
     if alien := [word for word in more if options.scheduler != "slurm" or word.partition("=")[0] in known]:
@@ -52,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check a run here, then start it on many machines. Flags of the run come after --.",
         allow_abbrev=False,
     )
+    parser.add_argument("--job", metavar="FILE", help="YAML file of such a command: launch/slurm.yaml.")
     schedulers = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|vertex|kubernetes|local")
     abouts = {
         "slurm": "Submit launch/slurm.sbatch. Options that are not listed go to sbatch.",

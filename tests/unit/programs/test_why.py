@@ -215,11 +215,12 @@ def written(folder: Path, *, devices: int) -> Path:
 def test_text_and_json_say_what_time_went_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert goodput.main([str(written(tmp_path / "run", devices=4))]) == 0
     said = capsys.readouterr().out
-    assert "run: 17.4% of 1 min 55 s is training; 20 iterations, 1 restart, 1 min 21 s until the next step" in said
+    assert "run: 17.4% of 1 min 55 s is training, 17.4% steps that stay; 20 iterations, 1 restart, 1 min 21 s" in said
     assert " 52.2%      60.0 s  hang: " in said
     assert goodput.main([str(tmp_path / "run"), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["wall_s"] == sum(run["seconds"].values()) == 115.0
+    assert "17.4% of 1 min 55 s is training, 50.0% steps that stay" in goodput._lines({**run, "kept": 0.5})[0]
     assert run["seconds"] == {
         "training": 20.0, "lost steps": 5.0, "hang": 60.0, "downtime": 5.0, "start": 20.0, "load": 5.0
     }  # fmt: skip

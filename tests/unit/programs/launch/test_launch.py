@@ -23,7 +23,7 @@ from megavlm.programs.launch import kubernetes, node, slurm
 from megavlm.programs.launch.attempt import Account
 from megavlm.programs.launch.checks import complaints, filesystem_of, read_profile
 from megavlm.programs.launch.job import Command, Job, agent
-from megavlm.programs.launch.launch import main
+from megavlm.programs.launch.launch import _words_of_job, main
 from megavlm.programs.launch.meeting import MachinePart
 from megavlm.programs.sweep.grid import Grid, variants_of
 from megavlm.programs.sweep.training import flags_folder, write_flags
@@ -103,6 +103,7 @@ def test_a_slurm_job_is_one_command():
         slurm.specification(job, ["--nodes=3"])
 
 
+UNSHARDED = " ".join([*BIG, "--data-parallel-sharding none --gbs 16"])
 VERTEX, ON_GCS = "vertex --nodes 2 --region r --image i --machine a3-megagpu-8g", "--run-dir /gcs/bucket/run"
 
 
@@ -128,6 +129,8 @@ VERTEX, ON_GCS = "vertex --nodes 2 --region r --image i --machine a3-megagpu-8g"
         (f"{VERTEX} -- {ON_GCS} --config run.yaml", "--config run.yaml is on this machine: name a --staging-bucket"),
         (f"{VERTEX} --machine a2-highgpu-2g -- {ON_GCS} --tp 4", "--tp 4 is wider than a node of 2 GPUs"),
         ("vertex --nodes 2 --machine a3-megagpu-8g", "required: --region, --image"),
+        (f"{VERTEX} --machine a2-highgpu-8g -- {ON_GCS} {UNSHARDED}", "that tensors may take on a100-40gb"),
+        (f"{VERTEX} --machine a3-highgpu-4g -- {ON_GCS} {UNSHARDED}", "that tensors may take on h100"),
     ],
 )
 def test_a_mistake_ends_here_and_not_in_the_queue(
@@ -137,6 +140,52 @@ def test_a_mistake_ends_here_and_not_in_the_queue(
     assert main(argv.split()) == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert re.search(line, told), told
+
+
+def test_a_job_file_is_a_command(tmp_path: Path):
+    (tmp_path / "job.yaml").write_text(
+        "launch: slurm\nrun_dir_is_shared: true\nenv: [A=1, B=2]\ntime: 12:00:00\nflags: >-\n  --name 'a b'\n  --tp 2\n"
+    )
+    own = "slurm --run-dir-is-shared --env=A=1 --env=B=2 --time=12:00:00 --dry-run -- --name".split()
+    assert _words_of_job(tmp_path / "job.yaml", ["--dry-run"]) == [*own, "a b", "--tp", "2"]
+
+
+SENT = {
+    "slurm.yaml": "sbatch --nodes=8 --gpus-per-node=8 --partition=gpu --time=2-00:00:00 launch/slurm.sbatch --config",
+    "vertex.yaml": '"machineType": "a3-highgpu-8g"',
+    "kubernetes.yaml": "completionMode: Indexed",
+}
+
+
+def test_the_job_files_are_those_that_are_shown():
+    assert {path.name for path in (ROOT / "launch").glob("*.yaml")} == SENT.keys()
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_job_file_is_checked_and_printed(name: str, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["--job", f"launch/{name}", "--dry-run"]) == 0
+    assert SENT[name] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "line"),
+    [
+        ("- slurm", "", "must have `launch: slurm`"),
+        ("launch: slurm", "", "must have `launch: slurm`"),
+        ("launch: slurm\nlaunch: local\nflags: ''", "", "job.yaml"),
+        ("launch: moon\nflags: ''", "", "invalid choice: 'moon'"),
+        ("launch: local\nflags: --tp '1", "", "flags cannot be read: No closing quotation"),
+        ("launch: local\nnodes: {a: 1}\nflags: ''", "", "nodes must be a value, or a list of values"),
+        ("launch: local\nnode: 1\nflags: ''", "", "--node=1 is no option of this program"),
+        ("launch: local\nflags: ''", "-- --tp 2", "has the flags of the run"),
+    ],
+)
+def test_a_mistake_in_a_job_file_is_one_line(content: str, more: str, line: str, capsys, tmp_path: Path):
+    (tmp_path / "job.yaml").write_text(content)
+    assert main(["--job", str(tmp_path / "job.yaml"), *more.split()]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert line in told
 
 
 @pytest.mark.parametrize("argv", ["slurm -- --tp 1", "local --profile roce -- --tp 1"])
