@@ -18,6 +18,7 @@ from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import DeltaSplit, delta_split, language_split, mlp_share, share_of, vision_split
 from megavlm.config.derived import (
     attends_both_ways,
+    bends_scores,
     is_gated,
     is_latent,
     masks_all_layers,
@@ -202,6 +203,7 @@ class MixtureSizes(LanguageLayerSizes):
         assert routed is not None
         scenario, experts = self.scenario, self.scenario.model.experts
         wide = (routed.hidden + routed.ffn) * trained + (self.inner + 1) * routed.ffn
+        wide += routed.hidden / scenario.dims.expert_tp * experts.add_bias  # the second bias, which weights multiply
         rows = routed.rows * (wide * scenario.bytes_each + FP32 + 8)
         losses = trained * (bool(experts.aux_loss_coeff) + bool(experts.z_loss_coeff))
         choice = experts.num_experts * (1 + FP32 * (1 + losses)) + experts.router_topk * (8 + FP32)
@@ -250,14 +252,15 @@ def mask_bytes(scenario: Scenario) -> float:
 
 
 def score_bytes(scenario: Scenario, heads: int) -> float:
-    """Return the bytes of attention scores that a backward pass holds at a time with `attention_softcap`; 0 without.
+    """Return the bytes of attention scores that a backward pass holds at a time with softcap or sinks; 0 without.
 
-    These are tanh, softmax, its gradient and their product, of the largest span, in fp32.
+    These are softmax, its gradient, their product, and tanh if there is a softcap, of the largest span, in fp32.
     """
-    if scenario.model.language.attention_softcap is None:
+    if not bends_scores(scenario.model.language):
         return 0.0
     largest = max(span.scores for span in _typical_spans(scenario))
-    return 4.0 * largest * heads // scenario.dims.row_split.heads * FP32
+    tensors = 3.0 + (scenario.model.language.attention_softcap is not None)
+    return tensors * largest * heads // scenario.dims.row_split.heads * FP32
 
 
 def _typical_spans(scenario: Scenario) -> Iterator[Span]:

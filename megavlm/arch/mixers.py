@@ -83,7 +83,8 @@ class SoftmaxAttention(Mixer):
 
     def others(self, language: LanguageConfig, tp: int) -> int:
         split = language_split(language, tp)
-        return split.local_rows * language.add_qkv_bias + 2 * split.width * language.qk_norm
+        biases = split.local_rows * language.add_qkv_bias + language.hidden_size * language.add_proj_bias
+        return biases + 2 * split.width * language.qk_norm + split.local_heads * language.attention_sinks
 
     def model_weights(self, language: LanguageConfig) -> int:
         return self.weights(language, 1)

@@ -243,7 +243,7 @@ class MixtureLayer(LanguageLayer):
         """Return the number of parameters of the shared expert, and of router, gate and norms, which are replicated."""
         experts = model.experts
         whole = experts.num_experts + experts.shared_gate + 4 * experts.own_norms  # three norms more, and the router's
-        rest = whole * model.language.hidden_size + experts.num_experts * experts.own_norms
+        rest = whole * model.language.hidden_size + experts.num_experts * (experts.own_norms + experts.add_bias)
         return super().mlp_parameters(model, ffn) + rest
 
     def mlp_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
@@ -264,7 +264,8 @@ class MixtureLayer(LanguageLayer):
         return share_of(self.mlp_width(model), tp)
 
     def expert_parameters(self, model: ModelConfig, ranks: int) -> int:
-        return model.experts.num_experts * _expert_weights(model) // ranks
+        biases = (2 * model.experts.ffn_hidden_size + model.language.hidden_size) * model.experts.add_bias
+        return model.experts.num_experts * (_expert_weights(model) + biases) // ranks
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         rest = super().cost(model, work, number)

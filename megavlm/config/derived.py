@@ -163,8 +163,13 @@ def masks_attention(language: LanguageConfig) -> bool:
 
 
 def masks_all_layers(language: LanguageConfig) -> bool:
-    """Return whether all layers need attention masks: for bidirectional images or prefixes, or soft-capped scores."""
-    return language.bidirectional_images or language.bidirectional_prefix or language.attention_softcap is not None
+    """Return whether all layers need attention masks: for bidirectional images or prefixes, or `bends_scores`."""
+    return language.bidirectional_images or language.bidirectional_prefix or bends_scores(language)
+
+
+def bends_scores(language: LanguageConfig) -> bool:
+    """Return whether attention is no softmax of the scores alone: they are soft-capped, or heads have sinks."""
+    return language.attention_softcap is not None or language.attention_sinks
 
 
 def attends_in_window(language: LanguageConfig, layer: int) -> bool:

@@ -33,6 +33,7 @@ class ExpertsConfig:
         False,
         "Multiply the output of the shared expert by a learned sigmoid gate of the token (Qwen2-MoE).",
     )
+    add_bias: bool = of_experts(False, "Add biases to router and experts.")
     own_norms: bool = of_experts(
         False,
         "Normalize inputs and outputs of routed experts and of the shared one; the router normalizes its input, and "

@@ -76,6 +76,7 @@ class LanguageConfig:
         "yarn scaling: divide frequencies that make at most this many turns within the original positions; interpolate "
         "between the two bounds.",
     )
+    rope_truncate: bool = option(True, "yarn: round the bounds to whole pairs.")
     rope_original_positions: Count = option(
         8192, "llama3 and yarn scaling: context length in tokens before scaling (original positions)."
     )
@@ -107,6 +108,7 @@ class LanguageConfig:
     )
     norm_epsilon: Positive = option(1e-6, "Epsilon of the model's norm layers.")
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
+    add_proj_bias: bool = option(False, "Add a bias to attention's output.")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head.")
     value_norm: bool = option(False, "Normalize values (RMSNorm, no weights).")
     layer_scalar: bool = option(False, "Multiply layer outputs by given numbers.")
@@ -129,16 +131,14 @@ class LanguageConfig:
     apply_layernorm_1p: bool = option(
         False, "Multiply by 1 + weight in the language model's norm layers, instead of by the weight (Gemma)."
     )
-    activation: Literal["swiglu", "geglu"] = option(
-        "swiglu", "Gated activation of the language MLP: with SiLU, or with tanh-approximated GELU (Gemma)."
+    activation: Literal["swiglu", "geglu", "clamped_swiglu"] = option(
+        "swiglu",
+        "Gated activation of the MLP: SiLU, tanh GELU (Gemma), or clamped quick GELU (gpt-oss).",
     )
-    softmax_scale: Positive | None = option(
-        None, "Factor of attention scores before the softmax; default: 1 / √(width of an attention head)."
-    )
-    attention_softcap: Positive | None = option(
-        None, "Bound c of attention scores x before the softmax, as c · tanh(x / c) (Gemma 2); default: none."
-    )
-    final_softcap: Positive | None = option(None, "Bound c of logits x, as c · tanh(x / c) (Gemma 2); default: none.")
+    softmax_scale: Positive | None = option(None, "Factor of attention scores; default: 1/√(head width).")
+    attention_softcap: Positive | None = option(None, "Bound c of scores x, c·tanh(x / c); default: none.")
+    attention_sinks: bool = option(False, "Learn a score of no token per head.")
+    final_softcap: Positive | None = option(None, "Bound c of logits x, c · tanh(x / c); default: none.")
     logit_scale: Positive = option(1.0, "Factor of logits (Cohere).")
     embedding_scale: Positive = option(
         1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size)."

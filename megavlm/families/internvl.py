@@ -1,4 +1,4 @@
-"""InternVL2.5, 3 and 3.5 (-hf checkpoints): InternViT, 2×2 pixel shuffle, norm and MLP, Qwen2.5, Qwen3 or Qwen3-MoE.
+"""InternVL2.5, 3 and 3.5 (-hf checkpoints): InternViT, pixel shuffle, norm, MLP; Qwen2.5, Qwen3, Qwen3-MoE or gpt-oss.
 
 Each frame of a video is an image of one tile, and its number is written before it.
 """

@@ -1,4 +1,4 @@
-"""Families of language models: Llama, Mistral, Qwen2, Qwen3 (also MoE), DeepSeek-V3.
+"""Families of language models: Llama, Mistral, Qwen2, Qwen3 (also MoE), DeepSeek-V3, gpt-oss.
 
 --init-from trains one alone, --language-from joins it to a vision tower.
 """
@@ -36,4 +36,5 @@ MISTRAL_7B = _family("mistral", MISTRAL)
 QWEN2 = _family("qwen2", CHATML)
 QWEN3 = _family("qwen3", CHATML)
 QWEN3_MOE = _family("qwen3_moe", CHATML)
+GPT_OSS = _family("gpt_oss", None)
 DEEPSEEK_V3 = _family("deepseek_v3", None)

@@ -11,23 +11,26 @@ slot projects.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megavlm.arch.tensor_split import HeadSplit
 from megavlm.arch.transformer import logits_at_once
-from megavlm.model.masks import attend_in_spans, bounded_attention
+from megavlm.model.masks import attend_in_spans, bent_attention
 from megavlm.model.packing import Packing, attend_in_all, fits_one_call, in_rows, in_sequence
 from megavlm.model.rotary import Rotary, Rotation
 
@@ -80,13 +83,23 @@ class TurnedHeads:
 class Attention(TurnedHeads, SelfAttention):
     """megatron-core's self-attention with the rotary embedding of `rotary`, and key/value heads shared by ranks.
 
-    Values have a norm without weights if `value_norm` is its epsilon.
+    Values have a norm without weights if `value_norm` is its epsilon. With `proj_bias` the output projection has a
+    bias, also if other linear layers have none.
     """
 
     def __init__(
-        self, *args: Any, rotary: Rotary, split: HeadSplit, value_norm: float | None = None, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        rotary: Rotary,
+        split: HeadSplit,
+        value_norm: float | None = None,
+        proj_bias: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        if proj_bias:  # attention has no experts, of which biases would need ETP 1
+            config = replace(config, add_bias_linear=True, expert_tensor_parallel_size=1)
+        super().__init__(config, *args, **kwargs)
         self.rotary, self.split, self.value_norm = rotary, split, value_norm
         self.shared_heads = SharedHeads(split, self.tp_group) if split.copies > 1 else None
 
@@ -122,7 +135,10 @@ class Attention(TurnedHeads, SelfAttention):
 
 
 class CoreAttention(nn.Module):
-    """Core attention within each sequence: softmax(scale · q·kᵀ)·v, by default with scale 1/√D."""
+    """Core attention within each sequence: softmax(scale · q·kᵀ)·v, by default with scale 1/√D.
+
+    `sinks` is the number of this rank's query heads if each has a learned score of a key without a value.
+    """
 
     joins_lengths = True  # whether sequences of several lengths may be one call
 
@@ -132,11 +148,20 @@ class CoreAttention(nn.Module):
         *_: Any,
         softmax_scale: float | None = None,
         softcap: float | None = None,
+        sinks: int | None = None,
+        pg_collection: Any = None,
         **__: Any,
     ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout
-        self.scale, self.softcap = softmax_scale, softcap
+        self.scale, self.softcap, self.groups = softmax_scale, softcap, pg_collection
+        self.sinks = None if sinks is None else nn.Parameter(torch.zeros(sinks, dtype=config.params_dtype))
+        if self.sinks is not None:
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
+
+    def own_sinks(self) -> Tensor | None:
+        """Return the sinks of the query heads that this rank attends with."""
+        return self.sinks
 
     def forward(
         self,
@@ -158,7 +183,9 @@ class CoreAttention(nn.Module):
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
             return out.permute(2, 0, 1, 3).flatten(2)
         if packed_seq_params.cached is not None:
-            return packed_seq_params.cached.attend(self, query, key, value, scale=self.scale, softcap=self.softcap)
+            return packed_seq_params.cached.attend(
+                self, query, key, value, scale=self.scale, softcap=self.softcap, sinks=self.sinks
+            )
         q, k, v = (in_sequence(packed_seq_params, x) for x in (query, key, value))
         if packed_seq_params.masked:
             with sdpa_kernel(ANY_SHAPE):
@@ -188,9 +215,11 @@ class CoreAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
     ) -> Tensor:
         """Return [B, N, S, D] from [B, heads, S, D] each."""
-        if self.softcap is not None:
+        if self.softcap is not None or self.sinks is not None:
             assert mask is not None, "all layers have masks"
-            return bounded_attention(query, key, value, mask=mask, scale=self.scale, softcap=self.softcap)
+            return bent_attention(
+                query, key, value, mask=mask, scale=self.scale, softcap=self.softcap, sinks=self.own_sinks()
+            )
         arguments: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": causal,
@@ -201,6 +230,15 @@ class CoreAttention(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, **arguments)
         with get_cuda_rng_tracker().fork():
             return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, **arguments)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any) -> Any:
+        """Return the sinks, sharded by heads."""
+        if self.sinks is None:
+            return {}
+        groups = {"tp_group": self.groups.tp, "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(
+            {"sinks": self.sinks}, prefix, {"sinks": 0}, sharded_offsets, **groups
+        )
 
 
 class SharedHeads:

@@ -98,6 +98,10 @@ def across_context(attention: type) -> type:
             super().__init__(with_own_heads(config, context.split.heads), *args, **kwargs)
             self.context = context
 
+        def own_sinks(self) -> Tensor | None:
+            sinks: Tensor | None = super().own_sinks()
+            return None if sinks is None else sinks.chunk(self.context.split.heads)[self.context.heads.rank()]
+
         def forward(
             self,
             query: Tensor,

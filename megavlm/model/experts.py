@@ -8,6 +8,7 @@ experts, whatever their number per rank:
     linear_fc1.weight [E, 2F, H]   gate rows, then up rows, of each expert
     linear_fc2.weight [E, H, F]
 
+and biases of these rows in some models; ETP divides both.
 EP divides experts, and ETP divides F of each. Legend: T tokens on this rank, E experts (of it), F width, H hidden.
 """
 
@@ -48,6 +49,10 @@ class Rows:
     def of(cls, counts: Tensor, device: torch.device) -> Rows:
         """Return the rows with these counts, with their ends on `device`."""
         return cls(counts, counts.to(device, non_blocking=True).cumsum(0).to(torch.int32))
+
+    def each(self, of_expert: Tensor, total: int) -> Tensor:
+        """Return for each of the `total` rows that of its expert in a tensor [E, …]."""
+        return of_expert.repeat_interleave(self.counts.to(of_expert.device), dim=0, output_size=total)
 
     def aligned(self, multiple: int, total: int) -> tuple[Rows, Tensor]:
         """Return `Rows` padded to a multiple for each expert, and the places of the `total` real rows among them."""
@@ -93,10 +98,11 @@ class ExpertWeight(nn.Module):
 
     weight_gradients: WeightGradients | None = None
 
-    def __init__(self, *shape: int, config: TransformerConfig, products: Products) -> None:
+    def __init__(self, *shape: int, config: TransformerConfig, products: Products, biases: int = 0) -> None:
         super().__init__()
         self.product = products.make(*shape)
         self.weight = mark(nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
+        self.bias = mark(nn.Parameter(torch.zeros(shape[0], biases, dtype=config.params_dtype))) if biases else None
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """Return the product [T, rows] of x [T, columns] with the weights of each row's expert."""
@@ -118,6 +124,7 @@ class GroupedExperts(MegatronModule):
         activation: Any,
         pg_collection: ProcessGroupCollection,
         products: Products | None = None,
+        biases: bool = False,
     ) -> None:
         """Build the experts of this rank, `experts` in number."""
         super().__init__(config)
@@ -126,8 +133,10 @@ class GroupedExperts(MegatronModule):
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         products = products or Products()
         self.multiple = products.multiple
-        self.linear_fc1 = ExpertWeight(experts, 2 * width, config.hidden_size, config=config, products=products)
-        self.linear_fc2 = ExpertWeight(experts, config.hidden_size, width, config=config, products=products)
+        given: dict[str, Any] = {"config": config, "products": products}
+        first, second = 2 * width * biases, config.hidden_size // pg_collection.expt_tp.size() * biases
+        self.linear_fc1 = ExpertWeight(experts, 2 * width, config.hidden_size, biases=first, **given)
+        self.linear_fc2 = ExpertWeight(experts, config.hidden_size, width, biases=second, **given)
         self.activation = build_module(activation, config=config)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
@@ -147,8 +156,16 @@ class GroupedExperts(MegatronModule):
         return self._mlp(tokens, aligned, weights)[places], None
 
     def _mlp(self, tokens: Tensor, rows: Rows, weights: Tensor) -> Tensor:
-        inner = self.activation(self.linear_fc1(tokens, rows))
-        return self.linear_fc2((inner * weights[:, None]).to(inner.dtype), rows)
+        inner = self.linear_fc1(tokens, rows)
+        if self.linear_fc1.bias is not None:
+            inner = inner + rows.each(self.linear_fc1.bias, len(tokens))
+        inner = self.activation(inner)
+        output = self.linear_fc2((inner * weights[:, None]).to(inner.dtype), rows)
+        if self.linear_fc2.bias is None:
+            return output
+        own = (rows.each(self.linear_fc2.bias, len(tokens)) * weights[:, None]).to(output.dtype)
+        before = self.groups.expt_tp.rank() * own.shape[1]  # outputs of ETP ranks are summed: each adds a part
+        return output + F.pad(own, (before, output.shape[1] - before - own.shape[1]))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -168,7 +185,7 @@ class GroupedExperts(MegatronModule):
             return ShardedTensor.from_rank_offsets(key, param, (0, ep.rank(), ep.size()), replica_id=copy)
         if linear == "linear_fc1":
             return ShardedTensorFactory(key, param, self._gate_and_up, _merge, replica)
-        return self._part(key, param, replica, axis=2, part=0, parts=1)
+        return self._part(key, param, replica, axis=param.dim() - 1, part=0, parts=1)
 
     def _gate_and_up(self, key: str, data: Tensor, replica: Any, _: Any) -> list[ShardedTensor]:
         halves = enumerate(data.chunk(2, dim=1))
@@ -282,10 +299,12 @@ def with_experts(layer_config: TransformerConfig, config: Config, dims: Dims) ->
 
 def experts_spec(modules: Any, config: Config, dense: MLPSubmodules) -> ModuleSpec:
     """Return the spec of a router with its experts. A shared expert is an MLP like those of `dense` layers."""
-    activation = dense.activation_func
+    activation, biases = dense.activation_func, config.model.experts.add_bias
     submodules = MoESubmodules(
         router=partial(Router, experts=config.model.experts),
-        experts=ModuleSpec(module=GroupedExperts, params={"activation": activation, "products": modules.products}),
+        experts=ModuleSpec(
+            module=GroupedExperts, params={"activation": activation, "products": modules.products, "biases": biases}
+        ),
         shared_experts=ModuleSpec(
             module=SharedExpertMLP, submodules=replace(dense, linear_fc1=modules.column_linear_alone)
         ),

@@ -117,6 +117,20 @@ def geglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.cat([of_gate, grad * gelu_tanh(gate)], dim=-1)
 
 
+def clamped_swiglu(x: Tensor) -> Tensor:
+    """Return (up + 1) · gate · σ(1.702 · gate) for [gate, up], with gate at most 7 and up from −7 to 7 (gpt-oss)."""
+    gate, up = x.chunk(2, dim=-1)
+    return quick_gelu(gate.clamp(max=7)).mul_(up.clamp(-7, 7).add_(1))
+
+
+def clamped_swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradients of gate and up, 0 where they are clamped."""
+    gate, up = x.chunk(2, dim=-1)
+    low, mid = gate.clamp(max=7), up.clamp(-7, 7)
+    of_gate = quick_gelu_backward(grad * (mid + 1), low) * (gate <= 7)
+    return torch.cat([of_gate, grad * quick_gelu(low) * (up.abs() <= 7)], dim=-1)
+
+
 def quick_gelu(x: Tensor) -> Tensor:
     """Return x·σ(1.702x), the approximation that CLIP was trained with."""
     return torch.sigmoid(1.702 * x).mul_(x)
@@ -133,6 +147,7 @@ def activations(compiled: Callable[[Any], Any] = lambda function: function) -> d
     return {
         "gelu": F.gelu,
         "gelu_tanh": gelu_tanh,
+        "clamped_swiglu": keeping_input(compiled(clamped_swiglu), compiled(clamped_swiglu_backward)),
         "geglu": keeping_input(compiled(geglu), compiled(geglu_backward)),
         "quick_gelu": keeping_input(compiled(quick_gelu), compiled(quick_gelu_backward)),
         "swiglu": keeping_input(compiled(swiglu), compiled(swiglu_backward)),

@@ -110,46 +110,80 @@ def prefix_runs(prefixes: Sequence[tuple[int, int]], length: int, device: torch.
     return runs.to(device, non_blocking=True)
 
 
-class _Bounded(torch.autograd.Function):
-    """Attention with scores c · tanh(x / c), x = scale · q·kᵀ. The backward pass recomputes the scores.
+class _Bent(torch.autograd.Function):
+    """Attention with scores c · tanh(x / c), x = scale · q·kᵀ, or with sinks. The backward pass recomputes the scores.
 
     With t = tanh(x / c), p = softmax(c · t) and δ the gradient of the output, the gradient of x is
-    p · (δ·vᵀ − Σ p · δ·vᵀ) · (1 − t²).
+    p · (δ·vᵀ − Σ p · δ·vᵀ) · (1 − t²). The sink of a head is one more score s, with p = 1 − Σ p of the keys and the
+    value 0, so that its gradient is −(1 − Σ p) · Σ p · δ·vᵀ.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
+        ctx.save_for_backward(query, key, value, mask, sinks)
         ctx.scale, ctx.softcap = scale, softcap
-        _, weights = _Bounded.scores(query, key, mask, scale, softcap)
+        _, weights = _Bent.scores(query, key, mask, sinks, scale, softcap)
         return weights.to(value.dtype) @ value
 
     @staticmethod
-    def scores(query: Tensor, key: Tensor, mask: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
-        """Return t and p, in fp32."""
-        bent = (query.float() @ key.float().mT).mul_(scale / softcap).tanh_()
-        return bent, torch.softmax((bent * softcap).add_(mask), dim=-1)
+    def scores(
+        query: Tensor, key: Tensor, mask: Tensor, sinks: Tensor | None, scale: float, softcap: float | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return t and p, in fp32; t is None without a softcap."""
+        bent, scores = None, query.float() @ key.float().mT
+        if softcap is None:
+            scores.mul_(scale)
+        else:
+            bent = scores.mul_(scale / softcap).tanh_()
+            scores = bent * softcap
+        scores.add_(mask)
+        if sinks is None:
+            return bent, torch.softmax(scores, dim=-1)
+        sink = sinks.float()[:, None, None]
+        largest = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        shares = scores.sub_(largest).exp_()
+        return bent, shares.div_(shares.sum(-1, keepdim=True) + (sink - largest).exp())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask = ctx.saved_tensors
-        bent, weights = _Bounded.scores(query, key, mask, ctx.scale, ctx.softcap)
+        query, key, value, mask, sinks = ctx.saved_tensors
+        bent, weights = _Bent.scores(query, key, mask, sinks, ctx.scale, ctx.softcap)
         of_value = weights.to(value.dtype).mT @ grad
         of_scores = grad.float() @ value.float().mT  # first of the weights
-        of_scores.sub_((of_scores * weights).sum(-1, keepdim=True)).mul_(weights)
-        of_scores.mul_(bent.square_().neg_().add_(1)).mul_(ctx.scale)
+        mean, of_sinks = (of_scores * weights).sum(-1, keepdim=True), None
+        if sinks is not None:
+            of_sinks = (mean * (weights.sum(-1, keepdim=True) - 1)).sum((0, 2, 3)).to(sinks.dtype)
+        of_scores.sub_(mean).mul_(weights).mul_(ctx.scale)
+        if bent is not None:
+            of_scores.mul_(bent.square_().neg_().add_(1))
         of_scores = of_scores.to(query.dtype)
-        return of_scores @ key, of_scores.mT @ query, of_value, None, None, None
+        return of_scores @ key, of_scores.mT @ query, of_value, None, of_sinks, None, None
 
 
-def bounded_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, scale: float | None, softcap: float
+def bent_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention [B, N, S, D] of heads [B, N, S or keys, D]; the mask is added after the softcap."""
+    """Return the attention [B, N, S, D] of heads [B, N, S or keys, D] with a softcap, after which the mask is added, or
+    with sinks [N].
+    """
     given = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Bounded.apply(query, key, value, mask, given, softcap)
+    return _Bent.apply(query, key, value, mask, sinks, given, softcap)
 
 
 def attend_in_spans(
@@ -194,6 +228,7 @@ class CachedAttention:
         *,
         scale: float | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Add key and value [S, B, G, D] to the cache, and return the attention [S, B, N·D] of query [S, B, N, D]."""
         cached = self.rows.cache.add(layer, self.places, key.transpose(0, 1), value.transpose(0, 1))
@@ -202,11 +237,11 @@ class CachedAttention:
         outputs = []
         for part, mask in zip(query.split(self.step), self._masks(), strict=True):
             heads = part.permute(1, 2, 0, 3)
-            if softcap is None:
+            if softcap is None and sinks is None:
                 out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask, scale=scale)
             else:
                 added = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
-                out = bounded_attention(heads, keys, values, mask=added, scale=scale, softcap=softcap)
+                out = bent_attention(heads, keys, values, mask=added, scale=scale, softcap=softcap, sinks=sinks)
             outputs.append(out)
         out = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
         return out.permute(2, 0, 1, 3).flatten(2)

@@ -70,6 +70,7 @@ def _part_of_attention(leaf: str, split: HeadSplit, rank: int) -> Part | None:
         "linear_qkv.lora.q_proj.B": lambda: split.part(rank, split.fused[0]),
         "linear_qkv.lora.k_proj.B": lambda: split.key_part(rank),
         "linear_qkv.lora.v_proj.B": lambda: split.key_part(rank),
+        "core_attention.sinks": lambda: split.part(rank, Block(1)),
         "linear_proj.weight": lambda: split.query_part(rank, axis=1),
         "linear_proj.lora.o_proj.A": lambda: split.query_part(rank, axis=1),
     }

@@ -195,7 +195,7 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
 
     YaRN (Peng et al. 2023) mixes in proportion to the number i of the pair: with the frequency base^(−2i/D) it makes n
     turns within L at i = D/2 · ln(L / 2πn) / ln base. The bounds are rounded away from one another, as in its reference
-    implementation.
+    implementation, unless `rope_truncate` is off.
     """
     width = rotary_channels(language)
     plain = language.rotary_base ** (-torch.arange(0, width, 2, device=device).float() / width)
@@ -225,6 +225,8 @@ def _yarn_bounds(language: LanguageConfig) -> tuple[float, float]:
         length = math.log(language.rope_original_positions / (2 * math.pi * turns))
         return width / 2 * length / math.log(language.rotary_base)
 
-    first = max(math.floor(pair_of(language.rope_beta_fast)), 0)
-    last = min(math.ceil(pair_of(language.rope_beta_slow)), width - 1)
+    first, last = pair_of(language.rope_beta_fast), pair_of(language.rope_beta_slow)
+    if language.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     return first, last if last != first else first + 1e-3

@@ -64,7 +64,10 @@ class Router(MegatronModule):
         self.experts, self.group, self.tp_group = experts, pg_collection.tp_cp, pg_collection.tp
         self.weight = nn.Parameter(torch.empty(experts.num_experts, config.hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.input_scale = self.expert_scale = None
+        self.bias = self.input_scale = self.expert_scale = None
+        if experts.add_bias:
+            self.bias = nn.Parameter(torch.zeros(experts.num_experts, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if experts.own_norms:
             self.input_scale = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
             self.expert_scale = nn.Parameter(torch.ones(experts.num_experts, dtype=config.params_dtype))
@@ -86,7 +89,7 @@ class Router(MegatronModule):
         if self.input_scale is not None:
             normed = F.rms_norm(hidden, hidden.shape[-1:], eps=self.config.layernorm_epsilon)
             hidden = normed * self.input_scale * hidden.shape[-1] ** -0.5
-        logits = router_gating_linear(hidden.contiguous(), self.weight, None, torch.float32)
+        logits = router_gating_linear(hidden.contiguous(), self.weight, self.bias, torch.float32)
         if experts.router_force_load_balancing:
             logits = logits + _in_turn(logits, experts.router_topk)
         flat = logits.flatten(0, 1)

@@ -240,7 +240,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
 
 
 def language_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
-    """Build language layer `number` (from 0): causal, or masked (window, bidirectional image or prefix, softcap)."""
+    """Build language layer `number` (from 0): causal, or masked (window, images both ways, prefix, softcap, sinks)."""
     language = of_layer(config.model.language, number)
     layer_config = replace(layer_config, **_head_fields(language, groups.dims.tp))
     modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
@@ -256,6 +256,8 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         params |= {"k_channels": language.kv_channels, "v_channels": language.v_head_dim}
     if language.attention_softcap is not None:
         params |= {"softcap": language.attention_softcap}
+    if language.attention_sinks:
+        params |= {"sinks": split.local_heads}
     if groups.dims.cp > 1:
         core = across_context(core)
         params |= {"context": groups.context}
@@ -272,6 +274,7 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         value_norm=language.norm_epsilon if language.value_norm else None,
         branch=branch,
         qkv_bias=language.add_qkv_bias,
+        proj_bias=language.add_proj_bias,
         activation=language.activation,
     )
     if is_linear(language, number):
@@ -330,9 +333,11 @@ def layer_submodules(
     branch: Any,
     qkv_bias: bool,
     activation: str,
+    proj_bias: bool = False,
     value_norm: float | None = None,
 ) -> TransformerLayerSubmodules:
     rows = split.local_rows * split.tp
+    ours = {"rotary": modules.rotary, "split": split, "value_norm": value_norm, "proj_bias": proj_bias}
     attention = SelfAttentionSubmodules(
         linear_qkv=partial(_qkv_linear, modules.column_linear, rows=rows, qkv_bias=qkv_bias),
         core_attention=modules.core_attention,
@@ -349,7 +354,7 @@ def layer_submodules(
         input_layernorm=modules.norm,
         self_attention=ModuleSpec(
             module=Attention,
-            params={"attn_mask_type": mask, "rotary": modules.rotary, "split": split, "value_norm": value_norm},
+            params={"attn_mask_type": mask, **ours},
             submodules=attention,
         ),
         self_attn_bda=branch,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megavlm.config.derived import expert_tensor_parallel, fp8_in, has_experts, sequence_parallel, shards_gradients
-from megavlm.config.lora_config import trained_whole
+from megavlm.config.lora_config import adapts_experts, trained_whole
 from megavlm.config.messages import divisors, indivisible, nearest, no_divisor
 from megavlm.config.schema import Config
 from megavlm.rules.defaults import resolve_model, starts_from_weights
@@ -38,8 +38,13 @@ def router(config: Config) -> Iterator[str]:
         )
     if experts.own_norms and experts.shared_ffn_hidden_size is None:
         yield "model.experts.own_norms is of models with a shared expert: add model.experts.shared_ffn_hidden_size"
-    if experts.own_norms and config.lora.train_router:
-        yield "model.experts.own_norms and lora.train_router cannot be combined: leave one of them out"
+    for name, given in (("own_norms", experts.own_norms), ("add_bias", experts.add_bias)):
+        if given and config.lora.train_router:
+            yield f"model.experts.{name} and lora.train_router cannot be combined: leave one of them out"
+    if experts.add_bias and experts.shared_ffn_hidden_size is not None:
+        yield "model.experts.add_bias is of routed experts: leave model.experts.shared_ffn_hidden_size out"
+    if experts.add_bias and adapts_experts(config):
+        yield "model.experts.add_bias does not support adapters of routed experts: leave experts out of --lora-targets"
     rate = experts.router_bias_update_rate
     moves = not starts_from_weights(config) if rate is None else rate > 0
     if experts.router_enable_expert_bias and moves and "language" not in trained_whole(config):
@@ -87,6 +92,10 @@ def experts_over_ranks(config: Config) -> Iterator[str]:
         yield f"{problem}, or set --etp to {divisors(width)}"
     if shared is not None and shared % tp:
         yield indivisible("model.experts.shared_ffn_hidden_size", shared, "--tensor-model-parallel-size", tp)
+    if model.experts.add_bias and model.language.hidden_size % etp:
+        hidden = model.language.hidden_size
+        problem = indivisible("model.language.hidden_size", hidden, "--expert-tensor-parallel-size", etp)
+        yield f"{problem}, or set --etp to {divisors(hidden)}"
     step = 16 if fp8_in("language", config) else 4 if config.precision.dtype == "fp32" else 8
     asks = "--fp8" if step == 16 else f"--precision {config.precision.dtype}"
     for flag, size, multiple, split in (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megavlm.arch.connector import connector_of
 from megavlm.arch.objectives import objective_of
-from megavlm.config.derived import has_vision, is_latent, rotary_channels, tower_merge
+from megavlm.config.derived import bends_scores, has_vision, is_latent, rotary_channels, tower_merge
 from megavlm.config.lora_config import clipped_parts, trained_whole
 from megavlm.config.messages import indivisible, nearest, no_divisor
 from megavlm.config.option import data_kind
@@ -158,10 +158,10 @@ def language_model(config: Config) -> Iterator[str]:
         yield f"model.language.global_kv_channels {wide} must be even for rotary embedding: add or subtract 1"
     if language.layer_scalar and language.parallel_block:
         yield "model.language.layer_scalar and model.language.parallel_block cannot be combined: leave one of them out"
-    option = "model.language.attention_softcap"
-    if language.attention_softcap is not None and config.model.attention_dropout:
+    option = f"model.language.{'attention_sinks' if language.attention_sinks else 'attention_softcap'}"
+    if bends_scores(language) and config.model.attention_dropout:
         yield f"{option} and --attention-dropout cannot be combined: set one of them to its default"
-    if language.attention_softcap is not None and "language" in clipped_parts(config):
+    if bends_scores(language) and "language" in clipped_parts(config):
         yield f"{option} and --qk-clip, which bounds scores too, cannot be combined: leave one of them out"
     values, keys = language.linear_num_value_heads, language.linear_num_key_heads
     if language.linear_attention_layers and values % keys:
@@ -190,6 +190,8 @@ def latent_attention(config: Config) -> Iterator[str]:
         ("linear_attention_layers", language.linear_attention_layers),
         ("qk_norm", language.qk_norm),
         ("add_qkv_bias", language.add_qkv_bias),
+        ("add_proj_bias", language.add_proj_bias),
+        ("attention_sinks", language.attention_sinks),
         ("attention_output_gate", language.attention_output_gate),
         ("rotary_percent", language.rotary_percent < 1),
         ("input_norms=false", not language.input_norms),

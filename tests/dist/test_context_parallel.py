@@ -27,6 +27,7 @@ FAST = [
     ("cp2-dp2", "gemma3", ""),
     ("cp2", "audio", ""),
     ("cp2-tp2", "latents", ""),
+    ("cp2", "sinks", ""),
     ("cp4", "qwen3.5", ""),  # two ranks exchange heads, and two such groups gather rows
 ]
 # 1.06e-5 in the gradient norm of iteration 12, and nothing in float64: as in test_parity.py, where such a weight is

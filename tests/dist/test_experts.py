@@ -36,6 +36,7 @@ SIGMOID = (
 MODELS = {
     "softmax": SOFTMAX,
     "sigmoid": SIGMOID,
+    "biases": "--num-experts 4 --set model.experts.add_bias=true model.language.activation=clamped_swiglu",
     "pre-softmax": "--num-experts 4 --set model.experts.router_topk=1 model.experts.router_pre_softmax=true "
     "--moe-z-loss-coeff 0.01",
     "frozen-language": f"{SOFTMAX.replace('--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01', '')} --freeze language",
@@ -61,6 +62,7 @@ FAST = [
     ("tp2-ep2-etp2", "softmax", "--micro-batch-size 2"),
     ("pp2-vpp2-ep2", "sigmoid", "--recompute-granularity full"),
     ("cp2-ep2", "sigmoid", "--micro-batch-size 2 --moe-token-dispatcher-type allgather"),
+    ("tp2-ep2-etp2", "biases", ""),
     ("tp2-etp1", "softmax", "--micro-batch-size 4 --data-parallel-sharding none"),
 ]
 OPTIONS = (

@@ -20,6 +20,7 @@ CASES = [
     (2, "shared-kv", "--data-parallel-sharding full"),
     (2, "latents", "--tp 2"),
     (2, "paligemma", "--pp 2"),
+    (2, "sinks", "--cp 2"),
     slow(4, "qwen3-vl", "--tp 2 --pp 2 --vpp 2"),
     slow(1, "qwen2.5-vl", ""),
     slow(2, "llava-onevision", "--pp 2 --vpp 2"),

@@ -33,6 +33,8 @@ FAST = {
     ("qwen3-vl-moe", "tp2-ep2"),
     ("glm4v-moe", "pp2-ep2"),
     ("gemma4-moe", "tp2-ep2"),
+    *(("text-gpt-oss-moe", layout) for layout in ("tp2-pp2-vpp2", "cp2")),
+    ("internvl-gpt-oss-moe", "tp2-ep2"),
 }
 
 

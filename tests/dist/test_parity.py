@@ -94,6 +94,7 @@ FAST = [
     ("tp4", "gemma4", ""),  # two ranks share a key head of layers without a window
     ("tp2-pp2", "cohere", "selective"),
     ("pp2", "latents", "selective"),
+    ("tp4", "sinks", "selective"),
     ("pp2-vpp2", "mtp", "cuts-mtp"),
     ("tp2", "audio", ""),
     ("pp2-vpp2", "audio", "cuts-audio"),

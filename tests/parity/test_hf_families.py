@@ -306,6 +306,7 @@ IDLE = {
 KNOWN = {
     "qwen3_vl_30b_a3b": "31070754032",
     "qwen3_vl_235b_a22b": "235670022896",
+    "internvl3_5_20b_a4b": "21.2",
     "internvl3_5_30b_a3b": "30.8",
     "internvl3_5_241b_a28b": "240.7",
     "glm_4_5v": "107.7",

@@ -230,7 +230,11 @@ def every_other_channel(x: torch.Tensor, p: float = 0.5, training: bool = True, 
 
 
 @pytest.mark.parametrize(
-    ("family", "dropout"), [("gemma4", 0.0), ("llava", 0.5), *(slow(name, 0.0) for name in SINGLE if name != "gemma4")]
+    ("family", "dropout"),
+    [
+        *(("gemma4", 0.0), ("llava", 0.5)),
+        *(slow(name, 0.0) for name in SINGLE if name not in ("gemma4", "internvl-gpt-oss-moe")),  # without experts'
+    ],
 )
 def test_gradients_are_pefts(family, dropout, single, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "dropout", every_other_channel)
@@ -491,7 +495,8 @@ def test_rounding_is_no_parting(folders: Folders, family: str) -> None:
     right, half = folders.side(family), folders.side(family, "bf16")
     assert right.pretrained is not None
     batches = synthetic_batches(right.config, 2, right.pretrained.tiling)
-    if family != "gemma4-moe":  # in bf16 a token of its first layer takes another expert, which counts as parting
+    # In bf16 a token of a layer of these takes another expert, which counts as parting.
+    if family not in ("gemma4-moe", "internvl-gpt-oss-moe"):
         rows = compared(Model(right.chunk, HALF), Model(half.chunk, HALF), [(each, each) for each in batches])
         assert first_parting(rows) is None
         assert max(row.difference for row in rows) > 1e-4

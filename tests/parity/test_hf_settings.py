@@ -97,11 +97,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral3", {"vision_config": {**SILU, "model_type": "siglip_vision_model"}}, "model_type"),
     ("mistral3", {"vision_config": SILU, "vision_feature_layer": [-2, -1]}, "vision_feature_layer"),
     ("mistral3", {"vision_config": SILU, "projector_hidden_act": "silu"}, "projector_hidden_act"),
-    (
-        "mistral3",
-        {"vision_config": SILU, "text_config": {"rope_parameters": {**YARN, "truncate": False}}},
-        "rope_param",
-    ),
     ("llava", {"vision_config": {"model_type": "pixtral", "hidden_act": "gelu"}}, "hidden_act"),
     ("lighton_ocr", {"vision_config": {**SILU, "model_type": "siglip_vision_model"}}, "model_type"),
     ("qianfan_ocr", {"vision_config": {"use_qk_norm": True}}, "use_qk_norm"),

@@ -131,6 +131,17 @@ KIMI = {
     "rope_parameters": {name: value for name, value in YARN.items() if name != "llama_4_scaling_beta"},
 }
 
+# Windows of five tokens in two of three layers, bounds of YaRN that lie between pairs of channels.
+GPT_OSS = {
+    **{**TEXT, "model_type": "gpt_oss", "num_hidden_layers": 3, "head_dim": 12, "sliding_window": 5},
+    **{"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 1e-4},
+    **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": 0},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 64},
+        **{"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False},
+    },
+}
+
 TOWER: dict[str, Any] = {
     **{"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 3},
     **{"image_size": 32, "patch_size": 8},
@@ -357,6 +368,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "internvl-moe": _of(
         "internvl", {**INTERN, "attention_bias": True}, QWEN3_MOE, image_token_id=60, tie_word_embeddings=False
     ),
+    "internvl-gpt-oss-moe": _of(
+        "internvl", {**INTERN, "attention_bias": True}, GPT_OSS, image_token_id=60, tie_word_embeddings=False
+    ),
     "gemma4-moe": _of(
         "gemma4",
         GEMMA4_TOWER,
@@ -378,6 +392,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "text-qwen3": QWEN3,
     "text-llama": {**LLAMA, "rope_parameters": LLAMA3_ROPE, **TIED},
     "text-qwen3-moe": QWEN3_MOE,
+    "text-gpt-oss-moe": GPT_OSS,
 }
 
 
@@ -405,7 +420,7 @@ def tiny(name: str, **options: Any) -> Any:
     if name == "qwen3-vl-moe":
         return AsPublished(config)
     if name.startswith("text-"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return pronounced(transformers.AutoModelForCausalLM.from_config(config))
     model = transformers.AutoModelForImageTextToText.from_config(config)
     if hasattr(config.text_config, "first_k_dense_replace"):  # biases that change which experts are chosen
         for number, layer in enumerate(model.model.language_model.layers[1:]):
@@ -419,7 +434,18 @@ def tiny(name: str, **options: Any) -> Any:
         if hasattr(module, "std_scale"):
             module.std_scale.copy_(torch.linspace(0.5, 1.5, 48))
             module.std_bias.copy_(torch.linspace(-2, 2, 48))
-    return scaled(model)
+    return scaled(pronounced(model))
+
+
+def pronounced(model: Any) -> Any:
+    """Return the model; heads of gpt-oss have unlike sinks, and its activations reach beyond their bounds."""
+    for module in model.modules():
+        if hasattr(module, "sinks"):
+            module.sinks.data.copy_(torch.linspace(-1, 2, len(module.sinks)))
+        if hasattr(module, "gate_up_proj_bias"):
+            bias = module.gate_up_proj_bias.data
+            bias.copy_((1.3 * torch.arange(bias.numel())).sin().pow(3).mul(9).view(bias.shape))
+    return model
 
 
 def scaled(model: Any) -> Any:

@@ -66,10 +66,11 @@ class Pretrained:
         """
         folder = HfFolder(path, weights=weights)
         family = family_of(folder.settings)
-        if folder.settings.values.get("quantization_config") is not None:
-            raise UserError(
-                f"{path} holds quantized weights, which cannot be trained: name the folder of the model itself"
-            )
+        if (quantized := folder.settings.values.get("quantization_config")) is not None:
+            remedy = "name the folder of the model itself"
+            if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
+                remedy = "load it with Transformers' Mxfp4Config(dequantize=True), save that in bf16 and name it"
+            raise UserError(f"{path} holds quantized weights, which cannot be trained: {remedy}")
         is_whole = parts == ALL_PARTS and family.parts == LANGUAGE_ALONE  # its model has no vision encoder
         if missing := [part for part in parts if part not in family.parts and not is_whole]:
             raise UserError(

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from megavlm.checkpoint.hf.hf_files import TensorInfo
-from megavlm.families.shared.table import ChannelsLast, RowPair, Rule, Shape, Stack, Transpose, TransposeEach, row_pairs
+from megavlm.families.shared.table import (
+    ChannelsLast,
+    Interleaved,
+    RowPair,
+    Rule,
+    Shape,
+    Stack,
+    Transpose,
+    TransposeEach,
+    row_pairs,
+)
 
 
 class RowReader(Protocol):
@@ -67,6 +77,11 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes) if (dtypes := [*dtypes]) else torch.float32
 
 
+def _reversed(x: Tensor) -> Tensor:
+    """Return a view of x with the order of all dimensions but the first reversed."""
+    return x.permute(0, *range(x.ndim - 1, 0, -1))
+
+
 def _rows_of(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> slice:
     """Return the rows of a file's tensor to read for a pair: all rows if the tensor is transposed or nested."""
     shape = folder.tensors[pair.hf_name].shape
@@ -83,6 +98,8 @@ def _rows(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
         return values.transpose(0, 1).reshape(real)[pair.hf_rows]
     if isinstance(rule, TransposeEach):
         return values.mT.contiguous()
+    if isinstance(rule, Interleaved):
+        return _reversed(values.unflatten(-1, (-1, 2))).flatten(1, 2)
     if isinstance(rule, ChannelsLast):
         return values.unflatten(1, (-1, rule.channels)).mT.flatten(1)
     values = values.reshape(-1, *real[1:])
@@ -116,4 +133,6 @@ def pieces_of(rule: Rule, values: Tensor, start: int, shape: Shape) -> Iterator[
             rows = rows.unflatten(1, (rule.channels, -1)).mT.flatten(1)
         if isinstance(rule, Transpose):
             rows = (rows.unflatten(0, (rule.columns, -1)) if rule.columns else rows).transpose(0, 1)
+        if isinstance(rule, Interleaved):
+            rows = _reversed(rows.unflatten(1, (2, -1)))
         yield pair.hf_name, pair.hf_rows, rows.mT if isinstance(rule, TransposeEach) else rows

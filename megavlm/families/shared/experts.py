@@ -6,7 +6,7 @@ from typing import Literal
 
 from megavlm.config.schema import ExpertsConfig
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import Concat, Rename, Stack, Table, TransposeEach, gated
+from megavlm.families.shared.table import Concat, Interleaved, Rename, Stack, Table, TransposeEach, gated, module
 
 # How a file stores experts: one tensor for each matrix of each expert, or two tensors for all experts of a layer, as
 # [experts, outputs, inputs] (the order of the modules' weights) or transposed.
@@ -104,6 +104,30 @@ def gemma_experts_table(layer: str, hf_layer: str) -> Table:
     }
     table = gated(f"{layer}mlp.shared_experts", f"{hf_layer}mlp", bias=False)
     return table | {f"{layer}mlp.{own}": Rename(f"{hf_layer}{name}") for own, name in names.items()}
+
+
+def biased_experts(text: Settings) -> ExpertsConfig:
+    """Return the experts of a GptOssConfig: all layers have some, with biases, and weights that add up to 1."""
+    for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        text.require(name, known, why="another activation of experts is not known here")
+    return ExpertsConfig(
+        num_experts=text.get("num_local_experts", text.get("num_experts", 128)),
+        router_topk=text.get("num_experts_per_tok", 4),
+        ffn_hidden_size=text.get("intermediate_size", 2880),
+        add_bias=True,
+    )
+
+
+def biased_experts_table(experts: ExpertsConfig, layer: str, hf_layer: str, *, hidden_size: int) -> Table:
+    """Return the table of a layer's router and experts with biases (gpt-oss)."""
+    held, stored = f"{layer}mlp.experts.experts.linear_fc", f"{hf_layer}mlp.experts."
+    number, inner = experts.num_experts, experts.ffn_hidden_size
+    return module(f"{layer}mlp.router", f"{hf_layer}mlp.router", "weight", "bias") | {
+        f"{held}1.weight": Interleaved(f"{stored}gate_up_proj", view=(number, hidden_size, 2 * inner)),
+        f"{held}1.bias": Interleaved(f"{stored}gate_up_proj_bias", view=(number, 2 * inner)),
+        f"{held}2.weight": TransposeEach(f"{stored}down_proj", view=(number, inner, hidden_size)),
+        f"{held}2.bias": Rename(f"{stored}down_proj_bias"),
+    }
 
 
 def experts_table(experts: ExpertsConfig, layer: str, hf_layer: str, *, hidden_size: int, stored: ExpertFiles) -> Table:

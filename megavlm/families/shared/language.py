@@ -1,4 +1,4 @@
-"""Configurations and tables of Llama, Mistral, Ministral, Qwen2, Qwen3 and DeepSeek-V3 language models."""
+"""Configurations and tables of Llama, Mistral, Ministral, Qwen2, Qwen3, DeepSeek-V3 and gpt-oss language models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, MTP_IN
 from megavlm.config.derived import is_latent, is_linear, of_layer
 from megavlm.config.schema import ExpertsConfig, LanguageConfig, ModelConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.experts import ExpertFiles, experts_table, gemma_experts_table, glm_experts, qwen_experts
+from megavlm.families.shared.experts import (
+    ExpertFiles,
+    biased_experts,
+    biased_experts_table,
+    experts_table,
+    gemma_experts_table,
+    glm_experts,
+    qwen_experts,
+)
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import QKV, Grouped, Rename, Share, Table, gated, linear, module
@@ -47,6 +55,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         },
         "routed_scaling_factor": 2.5,
     },
+    "gpt_oss": {
+        **{"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "vocab_size": 201088},
+        **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+        **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+        },
+    },
     "qwen3_moe": {
         **_QWEN,
         "hidden_size": 2048,
@@ -67,9 +83,11 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
     kind = kind or settings.get("model_type", "llama")
     if kind not in _DEFAULTS:
         refuse(settings, "model_type", f"known language models are {', '.join(_DEFAULTS)}")
-    settings = Settings({**_DEFAULTS[kind], **_given(settings.values)}, settings.where)
+    settings = _with_defaults(settings, kind)
     settings.require("hidden_act", "silu", why="only SwiGLU language models are known here")
-    settings.require("attention_bias", False, why="a bias on the attention output is not known here")
+    sinks = _sinks(settings) if kind == "gpt_oss" else {}
+    if not sinks:
+        settings.require("attention_bias", False, why="a bias on the attention output is not known here")
     settings.require("mlp_bias", False, why="biases in the language MLP are not known here")
     heads = settings.need("num_attention_heads")
     width = settings.get("head_dim", None) or settings.need("hidden_size") // heads
@@ -82,12 +100,32 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
         num_query_groups=settings.get("num_key_value_heads", heads),
         vocab_size=settings.need("vocab_size"),
         norm_epsilon=settings.get("rms_norm_eps", 1e-6),
-        add_qkv_bias=kind == "qwen2",
         qk_norm=kind.startswith("qwen3"),
         tie_embeddings=settings.get("tie_word_embeddings", False) if tied is None else tied,
         max_positions=_max_positions(settings, kind),
-        **rope,
+        **{**{"add_qkv_bias": kind == "qwen2"}, **rope, **sinks},
     )
+
+
+def _with_defaults(settings: Settings, kind: str) -> Settings:
+    """Return the settings with the defaults of their class; those of rotary embedding go in one piece."""
+    given = _given(settings.values)
+    if "rope_scaling" in given:
+        given.setdefault("rope_parameters", {})
+    return Settings({**_DEFAULTS[kind], **given}, settings.where)
+
+
+def _sinks(settings: Settings) -> dict[str, Any]:
+    """Return the options of gpt-oss: sinks, windows in every second layer from the first on, biases, its activation."""
+    usual = ["sliding_attention", "full_attention"] * settings.need("num_hidden_layers")
+    usual = usual[: settings.need("num_hidden_layers")]
+    biased = settings.get("attention_bias", True)
+    return {
+        "attention_sinks": True,
+        "window_size": settings.need("sliding_window"),
+        "full_attention_layers": types_of_layers(settings, usual, "full_attention", "sliding_attention"),
+        **{"add_qkv_bias": biased, "add_proj_bias": biased, "activation": "clamped_swiglu"},
+    }
 
 
 def _latents(settings: Settings, heads: int) -> dict[str, Any]:
@@ -130,6 +168,8 @@ def experts(settings: Settings) -> ExpertsConfig:
     if settings.get("model_type", "llama") == "deepseek_v3":
         settings = Settings({**_DEFAULTS["deepseek_v3"], **_given(settings.values)}, settings.where)
         return glm_experts(settings, layers=settings.need("num_hidden_layers"))
+    if settings.get("model_type", "llama") == "gpt_oss":
+        return biased_experts(settings)
     if settings.get("model_type", "llama") != "qwen3_moe":
         return ExpertsConfig()
     layers = settings.get("num_hidden_layers", _DEFAULTS["qwen3_moe"]["num_hidden_layers"])
@@ -150,6 +190,7 @@ def _max_positions(settings: Settings, kind: str) -> int | None:
     longest = settings.get("max_position_embeddings", None)
     window = settings.get("sliding_window", None)
     slides = settings.get("use_sliding_window", False) if kind.startswith("qwen") else window is not None
+    slides = slides and kind != "gpt_oss"  # whose windows are masks here
     rope = _rope_settings(settings)
     unscaled = rope.get("original_max_position_embeddings") if rope.get("llama_4_scaling_beta") else None
     limits = [limit for limit in (longest, window if slides else None, unscaled) if limit is not None]
@@ -181,11 +222,9 @@ def _rope(settings: Settings, width: int) -> dict[str, Any]:
             "rope_high_freq_factor": float(rope["high_freq_factor"]),
             "rope_original_positions": int(rope["original_max_position_embeddings"]),
         }
-    if scaling == "yarn" and rope.get("truncate", True):
+    if scaling == "yarn":
         return found | _yarn(rope, width)
-    refuse(
-        settings, "rope_parameters", "known rotary scalings are default, dynamic, linear, llama3 and yarn (truncated)"
-    )
+    refuse(settings, "rope_parameters", "known rotary scalings are default, dynamic, linear, llama3 and yarn")
 
 
 def _growth(rope: Mapping[str, Any], scale: float) -> float:
@@ -208,6 +247,7 @@ def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
         "rope_scaling": "yarn",
         "rope_scaling_factor": float(rope["factor"]),
         "rope_original_positions": int(rope["original_max_position_embeddings"]),
+        "rope_truncate": rope.get("truncate", True),
         "rope_beta_fast": float(rope.get("beta_fast") or 32),
         "rope_beta_slow": float(rope.get("beta_slow") or 1),
         "softmax_scale": None if grown == 1 else grown**2 / math.sqrt(width),
@@ -232,7 +272,9 @@ def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
     if language.qk_norm:
         table |= linear(f"{held}q_layernorm", f"{stored}q_norm", bias=False)
         table |= linear(f"{held}k_layernorm", f"{stored}k_norm", bias=False)
-    return table | linear(f"{held}linear_proj", f"{stored}o_proj", bias=False)
+    if language.attention_sinks:
+        table |= module(f"{held}core_attention", stored.removesuffix("."), "sinks")
+    return table | linear(f"{held}linear_proj", f"{stored}o_proj", bias=language.add_proj_bias)
 
 
 def linear_attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
@@ -280,6 +322,8 @@ def layer_table(model: ModelConfig, number: int, hf_layer: str, *, stored: Exper
         table |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_feedforward_layernorm", bias=False)
     if routed and experts.own_norms:
         return table | gemma_experts_table(layer, hf_layer)
+    if routed and experts.add_bias:
+        return table | biased_experts_table(experts, layer, hf_layer, hidden_size=language.hidden_size)
     if routed:
         width = language.hidden_size
         return table | experts_table(experts, layer, hf_layer, hidden_size=width, stored=stored)

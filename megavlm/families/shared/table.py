@@ -3,11 +3,11 @@
 Reading, writing, LoRA's names and the list of missing tensors follow from these rules. No torch.
 
 Both formats differ in names and in the order of rows: megatron-core fuses query, key and value per key/value head,
-and gate over up. The trailing dimensions agree once those of a convolution are flattened. (`Transpose` and
-`TransposeEach` are the exceptions.) So a `Rule` names the Hugging Face tensors and gives, for a megatron-core tensor of
-a given shape, the ranges of Hugging Face rows that make it up, first row first. A slice of the megatron-core tensor is
-read from parts of these ranges, and a Hugging Face tensor is written from the same parts. `Stack` has a rule for each
-expert.
+and gate over up. The trailing dimensions agree once those of a convolution are flattened. (`Transpose`,
+`TransposeEach` and `Interleaved` are the exceptions.) So a `Rule` names the Hugging Face tensors and gives, for a
+megatron-core tensor of a given shape, the ranges of Hugging Face rows that make it up, first row first. A slice of the
+megatron-core tensor is read from parts of these ranges, and a Hugging Face tensor is written from the same parts.
+`Stack` has a rule for each expert.
 """
 
 from __future__ import annotations
@@ -105,6 +105,19 @@ class TransposeEach(_OneTensor):
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
         return {self.hf_name: (shape[0], shape[2], shape[1])}
+
+
+@dataclass(frozen=True)
+class Interleaved(_OneTensor):
+    """Rule for experts' gates over ups, whose outputs the file has last and in turn, gate and up (gpt-oss).
+
+    `view` is the shape in the file: [experts, inputs, 2 · width], or [experts, 2 · width] of biases.
+    """
+
+    view: Shape
+
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {self.hf_name: (shape[0], *shape[:0:-1])}
 
 
 @dataclass(frozen=True)

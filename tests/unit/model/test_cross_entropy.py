@@ -144,6 +144,9 @@ def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 FORMULAS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "clamped_swiglu": lambda x: (
+        (x.chunk(2, -1)[1].clamp(-7, 7) + 1) * F.silu(1.702 * x.chunk(2, -1)[0].clamp(max=7)) / 1.702
+    ),
     "geglu": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],

@@ -34,7 +34,7 @@ from megavlm.model.context_attention import (
     rows_of_ranks,
 )
 from megavlm.model.cross_entropy import LossOptions, linear_cross_entropy
-from megavlm.model.masks import CachedAttention, attend_in_spans, bounded_attention, image_runs, masked_spans
+from megavlm.model.masks import CachedAttention, attend_in_spans, bent_attention, image_runs, masked_spans
 from megavlm.model.packing import Packing, packed
 from megavlm.model.rotary import Rotary, rotation
 from megavlm.model.te import flattened
@@ -140,18 +140,22 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def test_attention_and_its_gradients() -> None:
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(2.0, False), (None, True), (2.0, True)])
+def test_attention_and_its_gradients(softcap: float | None, with_sinks: bool) -> None:
     torch.manual_seed(0)
+    sinks = drawn(3) if with_sinks else None
     query, key, value = (drawn(1, 3, count, 4) for count in (5, 7, 7))
     mask = torch.zeros(5, 7).masked_fill_(torch.rand(5, 7) < 0.3, -torch.inf)
     scores = query @ key.mT * 0.9
-    wanted = torch.softmax(2 * torch.tanh(scores / 2) + mask, dim=-1) @ value
-    found = bounded_attention(query, key, value, mask=mask, scale=0.9, softcap=2.0)
+    scores = (2 * torch.tanh(scores / 2) if softcap else scores) + mask
+    if sinks is not None:  # a last key, whose value is zero
+        scores = torch.cat([scores, sinks[:, None, None].expand(1, 3, 5, 1)], dim=-1)
+    wanted = torch.softmax(scores, dim=-1) @ F.pad(value, (0, 0, 0, int(with_sinks)))
+    found = bent_attention(query, key, value, mask=mask, scale=0.9, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     into = torch.randn_like(wanted)
-    for ours, theirs in zip(
-        *(torch.autograd.grad(out, (query, key, value), into) for out in (found, wanted)), strict=True
-    ):
+    inputs = [x for x in (query, key, value, sinks) if x is not None]
+    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, into) for out in (found, wanted)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
