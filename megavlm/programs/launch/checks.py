@@ -68,13 +68,22 @@ def filesystem_of(path: Path) -> str:
     return max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else "unknown"
 
 
-def check_flags(flags: Sequence[str], job: Job, *, gpu: str | None, shared: bool) -> None:
-    """Raise UserError for the first reason why a run with these options of pretrain_vlm.py cannot run as a job."""
+def check_flags(flags: Sequence[str], job: Job, *, gpu: str | None, shared: bool, elsewhere: bool = False) -> None:
+    """Raise UserError for the first reason why a run with these options of pretrain_vlm.py cannot run as a job.
+
+    If it runs `elsewhere`, memory is not checked where that needs files that are not here, such as a tokenizer's.
+    """
     config = configured(flags, world=job.world)
     gpu = gpu or (config.placement.hardware if config.placement.hardware != "cpu" else None)
+    lacking = "name the GPU by --gpu" if gpu is None else ""
+    if gpu is not None and elsewhere:
+        try:
+            memory_complaint(config, world=job.world, devices_per_node=job.processes, gpu=gpu)
+        except UserError as error:
+            gpu, lacking = None, str(error)
     check_job(config, job, gpu=gpu, shared=shared)
-    if gpu is None:
-        print("memory is not checked: name the GPU by --gpu", file=sys.stderr)
+    if lacking:
+        print(f"memory is not checked: {lacking}", file=sys.stderr)
 
 
 def checked(
@@ -95,7 +104,7 @@ def checked(
     for problem in own(parse(flags), job, options):
         raise UserError(problem)
     if not options.skip_checks:
-        check_flags(flags, job, gpu=options.gpu, shared=True)
+        check_flags(flags, job, gpu=options.gpu, shared=True, elsewhere=True)
     if options.dry_run:
         options.variables = without_secrets(options.variables)
     return job, file

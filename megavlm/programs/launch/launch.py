@@ -25,6 +25,8 @@ from megavlm.rules.load import read_yaml
 @reported("launch")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 submitted or finished, 2 a mistake (reported in one line), else the run's status."""
+    if argv and argv[0].startswith("--job="):
+        argv = [*argv[0].split("=", 1), *argv[1:]]
     if argv[:1] == ["--job"] and len(argv) > 1:
         argv = _words_of_job(Path(argv[1]), argv[2:])
     cut = list(argv).index("--") if "--" in argv else len(argv)

@@ -164,8 +164,17 @@ def test_the_job_files_are_those_that_are_shown():
 @pytest.mark.parametrize("name", SENT)
 def test_a_job_file_is_checked_and_printed(name: str, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert main(["--job", f"launch/{name}", "--dry-run"]) == 0
+    assert main([f"--job=launch/{name}", "--dry-run"]) == 0
     assert SENT[name] in capsys.readouterr().out
+
+
+def test_files_of_the_machines_are_not_asked_for_here(capsys: pytest.CaptureFixture[str], monkeypatch):
+    """Of containers; who submits from a cluster's own nodes has the files of its jobs."""
+    monkeypatch.chdir(ROOT)
+    run = "--dry-run -- --datasets /mnt/x.jsonl --tokenizer /mnt/tok --seq-length 64 --run-dir /data/r"
+    for kind, status in (("kubernetes --name a --image b --volume c:/data", 0), ("slurm --run-dir-is-shared", 2)):
+        assert main([*kind.split(), *"--nodes 1 --gpus-per-node 1 --gpu h100".split(), *run.split()]) == status, kind
+        assert ("memory is not checked: " in capsys.readouterr().err) == (status == 0)
 
 
 @pytest.mark.parametrize(
