@@ -209,7 +209,7 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
         return slow
     if language.rope_scaling == "yarn":
         first, last = _yarn_bounds(language)
-        share = ((torch.arange(width // 2, device=device) - first) / (last - first)).clamp(0, 1)
+        share = ((torch.arange(width // 2, device=device).float() - first) / (last - first)).clamp(0, 1)
         return torch.lerp(plain, slow, share)
     low, high = language.rope_low_freq_factor, language.rope_high_freq_factor
     turns = language.rope_original_positions * plain / (2 * math.pi)
