@@ -91,6 +91,7 @@ def test_scorers_are_trained(pools: Pools, data: list[str], tmp_path: Path) -> N
         assert not torch.equal(first.read(key, 0, rows), second.read(key, 0, rows)), name
 
 
+@pytest.mark.slow
 def test_a_budget_that_regions_cannot_share_is_refused(pools: Pools, data: list[str], tmp_path: Path) -> None:
     argv = [*argv_of(data), "--set", "model.projector.connectors.arr_coc.budget=17"]
     (line,) = pools(1).run(extensions.train_with_examples, argv, str(tmp_path))

@@ -304,7 +304,7 @@ def test_a_language_model_is_trained_alone_and_answers(pools: Pools, tmp_path: P
 KINDS = [name for name, each in registered("connectors").items() if isinstance(each, Connector) and name != "mlp"]
 
 
-@pytest.mark.parametrize("kind", fast_and_slow(("qformer", "linear"), KINDS))
+@pytest.mark.parametrize("kind", fast_and_slow(["linear"], KINDS))
 def test_every_other_connector_answers_by_megavlms_own_model(pools, kind, tmp_path, capsys):
     flags = f"--projector-kind {kind} {MODELS.get(kind.replace('_', '-'), '')}"
     argv = [*begun(tmp_path, "clip", "qwen2"), *flags.split()]

@@ -40,7 +40,7 @@ OFFLOAD = "--offload optimizer"
 
 
 @pytest.mark.parametrize(
-    "flags", ["--precision bf16", slow(f"{OFFLOAD} --precision bf16"), slow("--data-parallel-sharding none")]
+    "flags", [slow("--precision bf16"), slow(f"{OFFLOAD} --precision bf16"), slow("--data-parallel-sharding none")]
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str) -> None:
     argv = [*LEAN, *DROPOUT, *SHORT, *flags.split()]

@@ -80,8 +80,8 @@ def half(run_once) -> Any:
 BOTH = "--tp 2 --pp 2"
 CHANGES = [
     ("", (4, BOTH), (2, "--pp 2 --vpp 2")),
-    ("", (2, "--tp 2 --placement colocated"), (2, "--pp 2")),
-    ("", (2, f"{COLOCATED} --vision-tp 2"), (2, "--tp 2")),
+    slow("", (2, "--tp 2 --placement colocated"), (2, "--pp 2")),
+    slow("", (2, f"{COLOCATED} --vision-tp 2"), (2, "--tp 2")),
     ("", (4, f"--tp 2 {FULL}"), (2, f"--pp 2 {NONE}")),
     (ALONE, (4, f"{BOTH} --vpp 2"), (2, "--cp 2")),
     slow(ALONE, (2, FULL), (2, "--pp 2 --schedule zb-h1")),

@@ -100,7 +100,7 @@ def summed_over_ranks(argv: list[str], run_dir: str) -> dict[str, int]:
     ("world", "flags"),
     [
         (2, "--data-parallel-sharding optimizer"),
-        (2, FULL),
+        slow(2, FULL),
         slow(2, "--data-parallel-sharding none"),
         slow(4, "--hybrid-shard-size 2 --placement colocated --overlap-grad-reduce"),
     ],

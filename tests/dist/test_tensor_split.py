@@ -135,7 +135,7 @@ def test_every_layout_of_them_trains_as_one_process(pools, curve, tmp_path, worl
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [
-        ("3-in-1", (2, "--tp 2 --micro-batch-size 4"), (1, "")),
+        slow("3-in-1", (2, "--tp 2 --micro-batch-size 4"), (1, "")),
         slow("6-in-2", (1, ""), (4, "--tp 4 --micro-batch-size 2")),
         slow(
             "14-in-2", (3, "--tp 3 --no-sp --data-parallel-sharding none"), (4, "--tp 4 --data-parallel-sharding none")

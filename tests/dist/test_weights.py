@@ -89,7 +89,7 @@ def receive(port: int, out: str) -> None:
 @pytest.mark.parametrize(
     ("family", "world", "flags", "command"),
     [
-        ("internvl-moe", 2, "--tp 2 --ep 2 --freeze projector", "export"),
+        slow("internvl-moe", 2, "--tp 2 --ep 2 --freeze projector", "export"),
         ("qwen3-vl", 2, f"--pp 2 --vpp 2 {LORA}", "merge-lora"),
         slow("qwen3-vl", 4, "--tp 2 --pp 2 --vpp 2", "export"),
         slow("qwen3-vl", 2, "--data-parallel-sharding full --freeze vision", "export"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.inputs.video import Clip, VideoProcessor
 from tests.support import hf
 from tests.support.clips import clip
-from tests.support.covering import slow
+from tests.support.covering import fast_and_slow, slow
 from tests.support.gates import hold
 from tests.support.harness import Single, difference
 from tests.support.processors import CASES, picture
@@ -159,26 +160,36 @@ class Seen:
     video: VideoProcessor
 
 
+FAST = ("gemma4", "internvl", "qwen3-vl")
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    every = list(names)
+    return fast_and_slow([name for name in FAST if name in every], every)
+
+
 @pytest.fixture(scope="module")
-def seen(single: Single, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    """All families, because Transformers takes longer to be imported than to be asked."""
+def seen(single: Single, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Seen]:
+    """All families that run, because Transformers takes longer to be imported than to be asked."""
     pytest.importorskip("av", reason="pip install av (the extra `video`)")
     root = tmp_path_factory.mktemp("videos")
     shown = [picture(100, 130, seed=number) for number in range(33)]
     (root / "it.mp4").write_bytes(clip(33, rate=12, frames=shown))
     turns = [{"from": "human", "value": "<video>\nWhat happens?"}, {"from": "gpt", "value": "A cat is blue."}]
     (root / "train.jsonl").write_text(json.dumps({"video": "it.mp4", "conversations": turns}))
+    items = [item for item in request.session.items if "seen" in getattr(item, "fixturenames", ())]
+    names = sorted({item.callspec.params["name"] for item in items if isinstance(item, pytest.Function)})
     made = {}
-    for name, way in WAYS.items():
+    for name in names:
         (root / name).mkdir()
         folder, theirs, _ = whole_folder(name, root / name)
-        (folder / "video_preprocessor_config.json").write_text(json.dumps(way.options))
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(WAYS[name].options))
         made[name] = (folder, theirs)
     film, rate = str(root / "it.mp4"), {"fps": 4.0}
     inputs = references(
-        [Task(PROCESSORS.get(name, name), str(made[name][0]), MESSAGES, film, rate, LENGTHS) for name in WAYS], root
+        [Task(PROCESSORS.get(name, name), str(made[name][0]), MESSAGES, film, rate, LENGTHS) for name in names], root
     )
-    return {name: look(*made[name], given, single, WAYS[name].fps) for name, given in zip(WAYS, inputs, strict=True)}
+    return {name: look(*made[name], given, single, WAYS[name].fps) for name, given in zip(names, inputs, strict=True)}
 
 
 def look(folder: Path, theirs: Any, inputs: dict[str, Any], single: Single, fps: float) -> Seen:
@@ -196,7 +207,7 @@ def look(folder: Path, theirs: Any, inputs: dict[str, Any], single: Single, fps:
     return Seen(hf.family_in(folder), sample, batch, logits, inputs, theirs, source.processor.video)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", cases(WAYS))
 def test_a_clip_gives_the_tokens_and_logits_that_transformers_gives(name: str, seen: dict[str, Seen]) -> None:
     ours = seen[name]
     assert ours.inputs["input_ids"][0].tolist() == ours.sample.tokens.tolist()
@@ -207,7 +218,7 @@ def test_a_clip_gives_the_tokens_and_logits_that_transformers_gives(name: str, s
     hold(ours.family, "video_record", difference(ours.logits[:, : len(ours.sample)], expected, "logits"))
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if name.startswith(PAIRED)])
+@pytest.mark.parametrize("name", cases(name for name in WAYS if name.startswith(PAIRED)))
 def test_pairs_of_frames_have_the_pixels_and_positions_of_transformers(name: str, seen: dict[str, Seen]) -> None:
     ours, inputs = seen[name], seen[name].inputs
     assert inputs["video_grid_thw"].tolist() == [[len(WAYS[name].grids), *WAYS[name].grids[0]]]
@@ -225,7 +236,7 @@ def test_pairs_of_frames_have_the_pixels_and_positions_of_transformers(name: str
     assert len(moments) == groups, "a position in time for each pair"
 
 
-@pytest.mark.parametrize("name", SLICED)
+@pytest.mark.parametrize("name", cases(SLICED))
 def test_slices_of_frames_have_the_pixels_and_positions_of_transformers(name: str, seen: dict[str, Seen]) -> None:
     ours, inputs = seen[name], seen[name].inputs
     assert inputs["target_sizes_videos"].tolist() == list(map(list, WAYS[name].grids))
@@ -238,7 +249,7 @@ def test_slices_of_frames_have_the_pixels_and_positions_of_transformers(name: st
         assert ours.batch.text.positions[:, 0, : len(ours.sample)].tolist() == positions[:, 0].tolist()
 
 
-@pytest.mark.parametrize("name", GEMMA)
+@pytest.mark.parametrize("name", cases(GEMMA))
 def test_padded_frames_have_the_pixels_of_transformers(name: str, seen: dict[str, Seen]) -> None:
     ours = seen[name]
     assert ours.batch.images is not None
@@ -247,7 +258,7 @@ def test_padded_frames_have_the_pixels_of_transformers(name: str, seen: dict[str
     torch.testing.assert_close(mine if "unified" in name else mine / 2 + 0.5, theirs, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if not name.startswith((*PAIRED, *SLICED, *GEMMA))])
+@pytest.mark.parametrize("name", cases(name for name in WAYS if not name.startswith((*PAIRED, *SLICED, *GEMMA))))
 def test_frames_have_the_pixels_of_transformers(name: str, seen: dict[str, Seen]) -> None:
     ours, inputs = seen[name], seen[name].inputs
     frames = inputs["pixel_values_videos" if "pixel_values_videos" in inputs else "pixel_values"].flatten(0, -4)
@@ -255,7 +266,7 @@ def test_frames_have_the_pixels_of_transformers(name: str, seen: dict[str, Seen]
     torch.testing.assert_close(shown, frames[..., : shown.shape[-2], : shown.shape[-1]], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", cases(WAYS))
 def test_frames_are_taken_where_transformers_takes_them(name: str, seen: dict[str, Seen]) -> None:
     ours = seen[name]
     for (count, rate), expected in zip(LENGTHS, ours.inputs["frames"], strict=True):
