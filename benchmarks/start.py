@@ -14,12 +14,15 @@ import argparse
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without an installed package, too
 
@@ -63,17 +66,22 @@ def memory_of(process: int) -> int:
     """Return the bytes of all processes below this one, each with its share of what several have, without files, such
     as libraries, that are in memory once for all.
     """
-    below, total = {process}, 0
+    total = 0
+    for number in below(process):
+        with suppress(OSError):  # it has ended
+            shares = Path(f"/proc/{number}/smaps_rollup").read_text()
+            total += 1024 * sum(map(int, re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", shares, re.MULTILINE)))
+    return total
+
+
+def below(process: int) -> list[int]:
+    """Return the processes that this one has started, and those that they have."""
+    found = [process]
     for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda each: int(each.name)):
         with suppress(OSError, IndexError, ValueError):  # it has ended
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent in below:
-                below.add(int(folder.name))
-                kept = re.findall(
-                    r"^Pss_(?:Anon|Shmem): +(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE
-                )
-                total += 1024 * sum(map(int, kept))
-    return total
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) in found:
+                found.append(int(folder.name))
+    return found[1:]
 
 
 def free_memory() -> int:
@@ -100,8 +108,13 @@ def refusal(world: int, pair: int, free: int) -> str | None:
 
 def parts_of_a_start(world: int, layout: str, *, cold: bool = False, weighed: bool = False) -> Mapping[str, float]:
     """Return the seconds of each part of one start, and of the whole; if it is `weighed`, the most bytes of all
-    processes as well, which takes processor time.
+    processes as well, which takes processor time. The run is ended after its first step: many processes on few cores
+    would answer questions for minutes.
     """
+
+    def known() -> list[dict[str, Any]]:
+        return [each for each in events(run_dir) if each["kind"] == "started"]
+
     with tempfile.TemporaryDirectory() as folder:
         run_dir, output, most = Path(folder, "run"), Path(folder, "output"), 0
         argv = f"--nproc-per-node {world} {ROOT / 'pretrain_vlm.py'} --recipe demo {layout} --train-iters 1"
@@ -111,13 +124,16 @@ def parts_of_a_start(world: int, layout: str, *, cold: bool = False, weighed: bo
         torchrun = [sys.executable, "-m", "torch.distributed.run", *argv.split(), "--run-dir", str(run_dir)]
         with output.open("w") as file:
             started = subprocess.Popen(torchrun, cwd=ROOT, env=environment, stdout=file, stderr=file)
-            while started.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    started.wait(LOOK if weighed else None)
+            while started.poll() is None and not known():
+                time.sleep(LOOK)
                 most = max(most, memory_of(started.pid) if weighed else 0)
-        if started.returncode:
+            for process in (started.pid, *below(started.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            started.wait()
+        if not (found := known()):
             raise SystemExit(output.read_text()[-3000:])
-        (event,) = [each for each in events(run_dir) if each["kind"] == "started"]
+        (event,) = found
     return {**event["phases"], "whole": event["seconds"], "bytes": most}
 
 
