@@ -18,11 +18,11 @@ from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import DeltaSplit, delta_split, language_split, mlp_share, share_of, vision_split
 from megavlm.config.derived import (
     attends_both_ways,
-    bends_scores,
     is_gated,
     is_latent,
     masks_all_layers,
     masks_attention,
+    needs_eager_attention,
     norms_of_layer,
 )
 from megavlm.config.schema import LanguageConfig, VisionConfig
@@ -256,7 +256,7 @@ def score_bytes(scenario: Scenario, heads: int) -> float:
 
     These are softmax, its gradient, their product, and tanh if there is a softcap, of the largest span, in fp32.
     """
-    if not bends_scores(scenario.model.language):
+    if not needs_eager_attention(scenario.model.language):
         return 0.0
     largest = max(span.scores for span in _typical_spans(scenario))
     tensors = 3.0 + (scenario.model.language.attention_softcap is not None)

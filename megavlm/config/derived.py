@@ -163,12 +163,12 @@ def masks_attention(language: LanguageConfig) -> bool:
 
 
 def masks_all_layers(language: LanguageConfig) -> bool:
-    """Return whether all layers need attention masks: for bidirectional images or prefixes, or `bends_scores`."""
-    return language.bidirectional_images or language.bidirectional_prefix or bends_scores(language)
+    """Return whether all layers need attention masks: images or prefixes are bidirectional, or attention is eager."""
+    return language.bidirectional_images or language.bidirectional_prefix or needs_eager_attention(language)
 
 
-def bends_scores(language: LanguageConfig) -> bool:
-    """Return whether attention is no softmax of the scores alone: they are soft-capped, or heads have sinks."""
+def needs_eager_attention(language: LanguageConfig) -> bool:
+    """Return whether attention runs operation by operation, as no fused kernel here has a softcap or sinks."""
     return language.attention_softcap is not None or language.attention_sinks
 
 
@@ -242,7 +242,7 @@ def is_latent(language: LanguageConfig) -> bool:
 
 
 def has_vision(model: ModelConfig) -> bool:
-    """Return whether a model has a vision encoder or embeds patches, and a projector: no language model alone."""
+    """Return whether a model takes images: it has a vision encoder, or embeds patches without one."""
     return model.vision.num_layers > 0 or model.vision.encoder_free
 
 

@@ -49,7 +49,7 @@ _TEXT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "rope_theta": 1e6,
 }
-_AUDIO: dict[str, Any] = {
+AUDIO_DEFAULTS: dict[str, Any] = {
     "num_mel_bins": 128,
     "encoder_layers": 32,
     "encoder_attention_heads": 20,
@@ -81,7 +81,7 @@ def config(settings: Settings) -> ModelConfig:
         text=text,
         steps_per_second=thinker.need("position_id_per_seconds"),
     )
-    sounds = with_defaults(thinker.section("audio_config"), _AUDIO)
+    sounds = with_defaults(thinker.section("audio_config"), AUDIO_DEFAULTS)
     return replace(model, audio=audio_encoder(sounds, text.hidden_size), audio_token=thinker.need("audio_token_id"))
 
 
@@ -122,12 +122,12 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def audio_prefix(prefixes: NamePrefixes) -> str:
-    """Return the prefix of the audio encoder, which is beside the vision tower."""
+    """Return the prefix of the audio encoder's tensors, next to that of the vision tower."""
     return f"{prefixes.vision.removesuffix('visual.')}audio_tower."
 
 
 def audio_layers(model: ModelConfig, prefix: str, *, missing: str = "") -> Table:
-    """Return the table of the audio encoder's layers and of their last norm; biases of `missing` are in no file."""
+    """Return the table of the audio encoder's layers and of their last norm; files lack the biases of `missing`."""
     tower, names = audio_tower(model), linear(f"{AUDIO_PROJECTOR}.norm", f"{prefix}ln_post", bias=True)
     heads, width = tower.num_attention_heads, tower.hidden_size // tower.num_attention_heads
     for place in range(tower.num_layers):

@@ -40,15 +40,10 @@ _TEXT: dict[str, Any] = {
     "rope_theta": 1e6,
 }
 _AUDIO: dict[str, Any] = {
-    "num_mel_bins": 128,
-    "encoder_layers": 32,
-    "encoder_attention_heads": 20,
-    "encoder_ffn_dim": 5120,
-    "d_model": 1280,
+    **qwen2_5_omni.AUDIO_DEFAULTS,
     "n_window": _CHUNK,
     "n_window_infer": 800,
     "downsample_hidden_size": 480,
-    "output_dim": 3584,
 }
 
 

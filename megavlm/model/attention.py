@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megavlm.arch.tensor_split import HeadSplit
 from megavlm.arch.transformer import logits_at_once
-from megavlm.model.masks import attend_in_spans, bent_attention
+from megavlm.model.masks import attend_in_spans, eager_attention
 from megavlm.model.packing import Packing, attend_in_all, fits_one_call, in_rows, in_sequence
 from megavlm.model.rotary import Rotary, Rotation
 
@@ -217,7 +217,7 @@ class CoreAttention(nn.Module):
         """Return [B, N, S, D] from [B, heads, S, D] each."""
         if self.softcap is not None or self.sinks is not None:
             assert mask is not None, "all layers have masks"
-            return bent_attention(
+            return eager_attention(
                 query, key, value, mask=mask, scale=self.scale, softcap=self.softcap, sinks=self.own_sinks()
             )
         arguments: dict[str, Any] = {

@@ -110,7 +110,7 @@ def prefix_runs(prefixes: Sequence[tuple[int, int]], length: int, device: torch.
     return runs.to(device, non_blocking=True)
 
 
-class _Bent(torch.autograd.Function):
+class _EagerAttention(torch.autograd.Function):
     """Attention with scores c · tanh(x / c), x = scale · q·kᵀ, or with sinks. The backward pass recomputes the scores.
 
     With t = tanh(x / c), p = softmax(c · t) and δ the gradient of the output, the gradient of x is
@@ -131,7 +131,7 @@ class _Bent(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask, sinks)
         ctx.scale, ctx.softcap = scale, softcap
-        _, weights = _Bent.scores(query, key, mask, sinks, scale, softcap)
+        _, weights = _EagerAttention.scores(query, key, mask, sinks, scale, softcap)
         return weights.to(value.dtype) @ value
 
     @staticmethod
@@ -156,7 +156,7 @@ class _Bent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, sinks = ctx.saved_tensors
-        bent, weights = _Bent.scores(query, key, mask, sinks, ctx.scale, ctx.softcap)
+        bent, weights = _EagerAttention.scores(query, key, mask, sinks, ctx.scale, ctx.softcap)
         of_value = weights.to(value.dtype).mT @ grad
         of_scores = grad.float() @ value.float().mT  # first of the weights
         mean, of_sinks = (of_scores * weights).sum(-1, keepdim=True), None
@@ -169,7 +169,7 @@ class _Bent(torch.autograd.Function):
         return of_scores @ key, of_scores.mT @ query, of_value, None, of_sinks, None, None
 
 
-def bent_attention(
+def eager_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -183,7 +183,7 @@ def bent_attention(
     with sinks [N].
     """
     given = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Bent.apply(query, key, value, mask, sinks, given, softcap)
+    return _EagerAttention.apply(query, key, value, mask, sinks, given, softcap)
 
 
 def attend_in_spans(
@@ -241,7 +241,7 @@ class CachedAttention:
                 out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask, scale=scale)
             else:
                 added = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
-                out = bent_attention(heads, keys, values, mask=added, scale=scale, softcap=softcap, sinks=sinks)
+                out = eager_attention(heads, keys, values, mask=added, scale=scale, softcap=softcap, sinks=sinks)
             outputs.append(out)
         out = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
         return out.permute(2, 0, 1, 3).flatten(2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megavlm.arch.connector import connector_of
 from megavlm.arch.objectives import objective_of
-from megavlm.config.derived import bends_scores, has_vision, is_latent, rotary_channels, tower_merge
+from megavlm.config.derived import has_vision, is_latent, needs_eager_attention, rotary_channels, tower_merge
 from megavlm.config.lora_config import clipped_parts, trained_whole
 from megavlm.config.messages import indivisible, nearest, no_divisor
 from megavlm.config.option import data_kind
@@ -20,8 +20,7 @@ from megavlm.rules.expert_rules import router
 def vision_tower(config: Config) -> Iterator[str]:
     """Check the vision encoder. 2-D rotary embedding rotates pairs of channels, half by row and half by column: 4 must
     divide the head width. A window holds at least one feature and no class token. The j-th DeepStack layer adds to
-    language layer j. The encoder's merger supports only patches with learned positions, without windows, class token
-    and DeepStack; the projector merges its output further.
+    language layer j.
     """
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     hidden, heads, layers = vision.hidden_size, vision.num_attention_heads, vision.num_layers
@@ -89,9 +88,16 @@ def vision_tower(config: Config) -> Iterator[str]:
         )
     if len(vision.deepstack_layers) > count:
         yield f"{option} are more than model.language.num_layers {count}: list fewer"
-    if vision.merger_layer is None:
+
+
+def vision_merger(config: Config) -> Iterator[str]:
+    """Check the vision encoder's merger. It supports only patches with learned positions, without windows, class token
+    and DeepStack; the projector merges its output further.
+    """
+    vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
+    if not has_vision(config.model) or vision.merger_layer is None:
         return
-    option = f"model.vision.merger_layer {vision.merger_layer}"
+    option, last = f"model.vision.merger_layer {vision.merger_layer}", vision.num_layers + vision.feature_layer
     if vision.merger_layer > last:
         yield f"{option} must be a layer that runs, 0 to {last}: see model.vision.num_layers"
     if shuffle % tower_merge(vision):
@@ -101,7 +107,7 @@ def vision_tower(config: Config) -> Iterator[str]:
         ("vision.class_token", vision.class_token),
         ("vision.deepstack_layers", vision.deepstack_layers),
         ("vision.position_embedding", vision.position_embedding != "learned"),
-        ("vision.num_query_groups", groups != heads),
+        ("vision.num_query_groups", vision.num_query_groups not in (None, vision.num_attention_heads)),
         ("vision.qk_norm", vision.qk_norm != "none"),
         ("vision.layer_scale", vision.layer_scale),
         ("vision.post_norms", vision.post_norms),
@@ -159,9 +165,9 @@ def language_model(config: Config) -> Iterator[str]:
     if language.layer_scalar and language.parallel_block:
         yield "model.language.layer_scalar and model.language.parallel_block cannot be combined: leave one of them out"
     option = f"model.language.{'attention_sinks' if language.attention_sinks else 'attention_softcap'}"
-    if bends_scores(language) and config.model.attention_dropout:
+    if needs_eager_attention(language) and config.model.attention_dropout:
         yield f"{option} and --attention-dropout cannot be combined: set one of them to its default"
-    if bends_scores(language) and "language" in clipped_parts(config):
+    if needs_eager_attention(language) and "language" in clipped_parts(config):
         yield f"{option} and --qk-clip, which bounds scores too, cannot be combined: leave one of them out"
     values, keys = language.linear_num_value_heads, language.linear_num_key_heads
     if language.linear_attention_layers and values % keys:
@@ -338,6 +344,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 MODEL_RULES: tuple[Rule, ...] = (
     vision_tower,
+    vision_merger,
     language_model,
     latent_attention,
     further_tokens,

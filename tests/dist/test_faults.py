@@ -101,7 +101,7 @@ def test_a_run_whose_folder_is_renamed_saves_to_the_old_place(pools: Pools, tmp_
 
 
 def given_up(argv: list[str], run_dir: str) -> tuple[str, str]:
-    """Train with a process that copies checkpoints which has given up; return what is printed, and the user's error."""
+    """Train after the process that copies checkpoints has given up; return the output, and the error for the user."""
     from megavlm.train.uploads import Uploads
 
     process = SimpleNamespace(poll=lambda: 1, wait=lambda _: 1, stdin=io.StringIO())

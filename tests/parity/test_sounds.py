@@ -412,7 +412,7 @@ def test_a_video_with_its_sound_gives_the_logits_of_transformers(
 
 
 def test_answers_to_sounds_are_those_of_transformers(omni: Omni, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """In chat, with an image between two sounds; in an evaluation, beside a question without one; in a conversation."""
+    """The prompts are of an image and two sounds, and of a sound alone; chat and evaluate answer both."""
     folder, theirs, tokenizer = omni
     root, short = folder.parent, ["--max-new-tokens", "6", "--device", "cpu"]
     assistant = Assistant.load(folder, DataConfig(), device=torch.device("cpu"))

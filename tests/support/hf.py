@@ -125,7 +125,7 @@ def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, s
                 tokens += [words.pop(), words.pop()] + [image_token] * next(counts)
             else:
                 assert model.video_token is not None
-                # As Qwen3-VL's and Gemma 4's, each of which has its time before it.
+                # In Qwen3-VL and Gemma 4, a time precedes each frame.
                 apart = _are_apart(model) or model.language.bidirectional_windows
                 tokens.append(words.pop())
                 for place, _ in enumerate(each.grids):

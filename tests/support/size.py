@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "megavlm", ROOT / "tests"
 # None of these may grow; lower one with each change that takes away. The goal stands behind it.
 CEILINGS = {
-    "code lines of the package": 47_917,  # 40,000
+    "code lines of the package": 47_915,  # 40,000
     "modules": 393,  # 380
     "code lines of the largest module": 304,
     "options": 351,

@@ -449,7 +449,7 @@ def pronounced(model: Any) -> Any:
 
 
 def scaled(model: Any) -> Any:
-    """Return the model; logits of Cohere's have their factor, as in its text models, Gemma 4's the masks of answers."""
+    """Return the model with what Transformers leaves out: Cohere's factor of logits, the masks of Gemma 4 12B."""
     if scale := getattr(model.config.get_text_config(), "logit_scale", None):
         model.lm_head.register_forward_hook(lambda head, given, logits: logits * scale)
     if model.config.model_type == "gemma4_unified":

@@ -34,7 +34,7 @@ from megavlm.model.context_attention import (
     rows_of_ranks,
 )
 from megavlm.model.cross_entropy import LossOptions, linear_cross_entropy
-from megavlm.model.masks import CachedAttention, attend_in_spans, bent_attention, image_runs, masked_spans
+from megavlm.model.masks import CachedAttention, attend_in_spans, eager_attention, image_runs, masked_spans
 from megavlm.model.packing import Packing, packed
 from megavlm.model.rotary import Rotary, rotation
 from megavlm.model.te import flattened
@@ -151,7 +151,7 @@ def test_attention_and_its_gradients(softcap: float | None, with_sinks: bool) ->
     if sinks is not None:  # a last key, whose value is zero
         scores = torch.cat([scores, sinks[:, None, None].expand(1, 3, 5, 1)], dim=-1)
     wanted = torch.softmax(scores, dim=-1) @ F.pad(value, (0, 0, 0, int(with_sinks)))
-    found = bent_attention(query, key, value, mask=mask, scale=0.9, softcap=softcap, sinks=sinks)
+    found = eager_attention(query, key, value, mask=mask, scale=0.9, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     into = torch.randn_like(wanted)
     inputs = [x for x in (query, key, value, sinks) if x is not None]
