@@ -103,7 +103,7 @@ class Stream(Enum):
     PATCHES = "patches"  # packed vision tokens [V(/TP), 1, Hv]
     IMAGES = "images"  # image features [F, 1, Hl]
     FRAMES = "frames"  # packed positions of sounds [A(/TP), 1, Ha]
-    FEATURES = "features"  # features of images, then of sounds, if the model hears: [F + Fa, 1, Hl]
+    FEATURES = "features"  # features of images, then of sounds, if there is an audio encoder: [F + Fa, 1, Hl]
     TEXT = "text"  # hidden states [S(/TP), B, Hl]
 
 

@@ -184,8 +184,8 @@ def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -
 
     Features of images and of DeepStack's mergers go to the language model only; no other encoder depends on them.
     """
-    takes_all, hears = part_of(name) == "language", kind_of(name) in _OF_AUDIO
-    inner = (other for other in earlier if kind_of(other) != DEEPSTACK and (kind_of(other) in _OF_AUDIO) == hears)
+    takes_all, is_audio = part_of(name) == "language", kind_of(name) in _OF_AUDIO
+    inner = (other for other in earlier if kind_of(other) != DEEPSTACK and (kind_of(other) in _OF_AUDIO) == is_audio)
     return any(other in trained for other in (earlier if takes_all else inner))
 
 

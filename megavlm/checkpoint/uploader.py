@@ -105,7 +105,7 @@ class Uploader:
     def __init__(self, run_dir: Path, mirror: Mirror) -> None:
         self._run_dir, self._mirror = run_dir, mirror
         self._failing: str | None = None  # the reported reason of a failure that lasts
-        self._told = 0.0
+        self._reported = 0.0
         self._pause = 1.0
         self.success = time.monotonic()
 
@@ -140,12 +140,12 @@ class Uploader:
     def _fail(self, folder: Path | None, reason: str) -> None:
         if folder is not None and not folder.is_dir():
             return  # the run has deleted the checkpoint meanwhile, by --keep-checkpoints
-        if reason != self._failing or time.monotonic() - self._told > _TELL_AGAIN:
+        if reason != self._failing or time.monotonic() - self._reported > _TELL_AGAIN:
             iteration = int(folder.name[5:]) if folder is not None else None
             events.record(self._run_dir, "upload_failed", iteration=iteration, reason=reason)
             what = self._mirror.store.url if folder is None else folder.name
             _say(f"{what} NOT UPLOADED: {reason}. Training goes on, and so do the attempts")
-            self._failing, self._told = reason, time.monotonic()
+            self._failing, self._reported = reason, time.monotonic()
         time.sleep(self._pause * random.uniform(0.5, 1.5))
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 

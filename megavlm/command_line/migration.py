@@ -104,7 +104,7 @@ def migrated(files: Sequence[Path], *, kind: str | None = None, world: int | Non
 
     Raises UserError for a file that cannot be read, or that without `kind` is of no known kind.
     """
-    found = [(data, kinds()[kind or _told(data, file)]) for file in files for data in (_read(file),)]
+    found = [(data, kinds()[kind or _kind_of(data, file)]) for file in files for data in (_read(file),)]
     lines, values, waiting = _settled(list(_translated(found, world)))
     remarks = list(dict.fromkeys(each for _, one in found for each in one.remarks))
     return Migration([one.name for _, one in found], lines, remarks, values, waiting)
@@ -122,7 +122,7 @@ def sent_back(file: Path, to: str) -> tuple[list[Line], dict[str, Any], str]:
     return [line for line in lines if line.ours or line.note], nested(_values(lines)), kind.marks[0]
 
 
-def _told(data: Mapping[str, Any], file: Path) -> str:
+def _kind_of(data: Mapping[str, Any], file: Path) -> str:
     """Return the kind of a file by the option names in it. Raises UserError if no kind matches."""
     names = {normalised(name) for name in data}
     hits = {kind: len(names.intersection(each.marks)) for kind, each in kinds().items()}

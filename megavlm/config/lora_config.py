@@ -21,8 +21,8 @@ SHARED_EXPERT, ROUTED_EXPERTS = "shared_experts", "experts"
 
 def parts_of(config: Config) -> tuple[str, ...]:
     """Return the parts that the model has, with the audio encoder as one of its own; or the language model alone."""
-    hears = ("audio",) * (config.model.audio.num_layers > 0)
-    return (PARTS[0], *hears, *PARTS[1:]) if has_vision(config.model) else ("language",)
+    audio = ("audio",) * (config.model.audio.num_layers > 0)
+    return (PARTS[0], *audio, *PARTS[1:]) if has_vision(config.model) else ("language",)
 
 
 def linears_of(config: Config, part: str, number: int) -> tuple[str, ...]:

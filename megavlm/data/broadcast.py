@@ -33,8 +33,8 @@ class ReplicaBroadcast:
 
     The first rank of `replica` reads. `vision_group` are the ranks that encode images, the reader first; None on a rank
     that encodes none. Each of them encodes all images, or with `assignment` its assigned images. `hosts` is the replica
-    as a group that exchanges host memory, so that messages do not wait for the device. `hearers` are the ranks in it
-    that encode sounds.
+    as a group that exchanges host memory, so that messages do not wait for the device. `audio_ranks` are the ranks in
+    it that encode sounds.
     """
 
     replica: dist.ProcessGroup
@@ -42,7 +42,7 @@ class ReplicaBroadcast:
     vision_group: dist.ProcessGroup | None
     device: torch.device
     assignment: ImageAssignment | None = None
-    hearers: Sequence[int] = ()
+    audio_ranks: Sequence[int] = ()
 
     @property
     def reads(self) -> bool:
@@ -52,8 +52,8 @@ class ReplicaBroadcast:
         """Return, on every rank and in host memory, the step that `read` returns on the replica's first rank.
 
         Returns None if `read` returns None. With `assignment` each rank has the patches of its own images, on the
-        device; else `vision_group` receives patches when a micro-batch is copied to the device. `hearers` have the mel
-        features of all sounds. A UserError of the reader is raised on every rank, so that no rank waits for data in
+        device; else `vision_group` receives patches when a micro-batch is copied to the device. `audio_ranks` have the
+        mel features of all sounds. A UserError of the reader is raised on every rank, so that no rank waits for data in
         vain.
         """
         if self.replica.size() == 1:
@@ -100,8 +100,8 @@ class ReplicaBroadcast:
         return deserialize(text, message[start:]) if is_step else UserError(text.decode())
 
     def _with_sounds(self, step: StepData) -> StepData:
-        """Send mel features from the reader to `hearers`, in host memory; other ranks have none."""
-        others = [rank for rank in self.hearers if rank]
+        """Send mel features from the reader to `audio_ranks`, in host memory; other ranks have none."""
+        others = [rank for rank in self.audio_ranks if rank]
 
         def received(batch: MicroBatch) -> MicroBatch:
             sounds = batch.sounds

@@ -111,7 +111,7 @@ def collate(rows: Sequence[Row], spec: CollateSpec, *, with_patches: bool = True
 
 
 def collate_sounds(samples: Sequence[Sample], tokens: Tensor, spec: CollateSpec) -> SoundBatch | None:
-    """Return the sounds of samples, whose tokens are in `tokens` [B, S]; None if the model hears none."""
+    """Return the sounds of samples, whose tokens are in `tokens` [B, S]; None without an audio encoder."""
     if spec.audio_token is None:
         return None
     sounds = [sound for sample in samples for sound in sample.sounds]
@@ -260,8 +260,8 @@ def _check_features(sample: Sample, spec: CollateSpec) -> None:
     tokens = int(spec.are_features(sample.tokens).sum())
     assert tokens == features, f"{tokens} image tokens for {features} image features"
     tokens = int((sample.tokens == spec.audio_token).sum())
-    heard = sum(features_of(sound.frames, spec.audio) for sound in sample.sounds)
-    assert tokens == heard, f"{tokens} audio tokens for {heard} features of sounds"
+    features = sum(features_of(sound.frames, spec.audio) for sound in sample.sounds)
+    assert tokens == features, f"{tokens} audio tokens for {features} features of sounds"
 
 
 def _sizes_of(samples: Sequence[Sample]) -> ImageSizes:

@@ -86,20 +86,20 @@ def build_loaders(
     dtype: torch.dtype = torch.float32,
     vision_group: dist.ProcessGroup | None,
     assignment: ImageAssignment | None = None,
-    hearers: Sequence[int] = (),
+    audio_ranks: Sequence[int] = (),
     validation: Sequence[HeldOut] = (),
 ) -> Loaders:
     """Return the data loaders of a run on this rank.
 
     `vision_group` are the ranks of the replica that encode images; it is None on a rank that encodes none. Each of
     these ranks encodes all images, or with `assignment` the images assigned to it. Patches have the type `dtype`.
-    `hearers` are the numbers in the replica of the ranks that encode sounds.
+    `audio_ranks` are the numbers in the replica of the ranks that encode sounds.
     """
     at, dims = groups.coords, groups.dims
     broadcast: ReplicaBroadcast | None = None
     if source.is_read:
         hosts = groups.maker.on_host(groups.replica)
-        broadcast = ReplicaBroadcast(groups.replica, hosts, vision_group, device, assignment, hearers)
+        broadcast = ReplicaBroadcast(groups.replica, hosts, vision_group, device, assignment, audio_ranks)
     training = measured = None
     if broadcast is None or broadcast.reads:
         if at.dp == 0:

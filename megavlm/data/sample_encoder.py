@@ -61,13 +61,13 @@ class Encoder:
         )
         self.vocab_size = config.model.language.vocab_size
         self.image_token = self.tokenizer.image
-        sees, model = has_vision(config.model), config.model
+        takes_images, model = has_vision(config.model), config.model
         read = (self.image_token, *filter(None, [model.video_token, model.audio_token]))
-        self.feature_tokens = read if sees else ()
+        self.feature_tokens = read if takes_images else ()
         self.pad_token = self.tokenizer.pad
         self.max_pixels = config.data.max_image_pixels
-        budget, hears = _budget(self.processor, config), config.data.video_sound
-        self.visuals = Visuals(self.processor, self.max_pixels, budget, sees, hears)
+        budget, with_sound = _budget(self.processor, config), config.data.video_sound
+        self.visuals = Visuals(self.processor, self.max_pixels, budget, takes_images, with_sound)
         self._costs = CostModel.of(config.model)
 
     def encoded(self, record: Conversation, *, source: int) -> tuple[tuple[EncodedSample, ...], str]:

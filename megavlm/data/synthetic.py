@@ -127,8 +127,8 @@ class SyntheticSource(ComputedSource):
             text += text >= token
         # N images cut the prompt into N + 1 pieces of equal length. The prompt is not trained.
         pieces = np.array_split(text[: text_length - answer_length], len(sides) + 1)
-        heard = np.full(features_of(frames, self._audio), self._audio_token or 0, dtype=np.int64)
-        parts: list[NDArray[np.int64]] = [heard, pieces[0]]
+        audio = np.full(features_of(frames, self._audio), self._audio_token or 0, dtype=np.int64)
+        parts: list[NDArray[np.int64]] = [audio, pieces[0]]
         for count, piece in zip(feature_counts, pieces[1:], strict=True):
             parts += [np.full(count, self.image_token, dtype=np.int64), piece]
         parts.append(text[text_length - answer_length :])

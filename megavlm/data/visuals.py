@@ -48,22 +48,22 @@ _COLORS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 @dataclass(frozen=True)
 class Visuals:
-    """Reads images and videos with `processor`; `budget` limits the frames and tokens of each video. With `sees` false
-    the model is a language model alone, which takes none. With `hears` the sound of a video is part of it.
+    """Reads images, videos and sounds with `processor`; `budget` limits the frames and tokens of each video. A language
+    model alone takes none (`takes_images` is false). With `video_sound` the sound of a video is part of it.
     """
 
     processor: Processor
     max_pixels: int
     budget: Budget
-    sees: bool = True
-    hears: bool = False
+    takes_images: bool = True
+    video_sound: bool = False
 
     def layouts(self, visuals: Sequence[Visual]) -> list[Layout]:
         """Return the layouts of a record's images and videos, of which only the headers are read.
 
         Raises BadSample, or UserError for any of them if the model takes none.
         """
-        if visuals and not self.sees:
+        if visuals and not self.takes_images:
             raise UserError(WITHOUT_VISION)
         images = sum(isinstance(visual, ImageRef) for visual in visuals)
         numbers = {ImageRef: count(), VideoRef: count(), SoundRef: count()}
@@ -102,7 +102,7 @@ class Visuals:
 
     def _layout(self, visual: Visual, images: int) -> Layout:
         if isinstance(visual, SoundRef):  # no header tells the length of an mp3 exactly
-            return self._heard(visual.source)
+            return self._sound_layout(visual.source)
         if isinstance(visual, ImageRef):
             return self.processor.layout(*self._size(visual), images=images)
         if isinstance(visual.source, tuple):  # extracted frames: all are used, if the budget allows it
@@ -112,16 +112,16 @@ class Visuals:
             return self._videos.layout(clip, replace(self.budget, fps=rate))
         clip = clips.probe(visual.source, max_pixels=self.max_pixels)
         layout = self._videos.layout(clip, replace(self.budget, fps=visual.fps or self.budget.fps))
-        if not self.hears:
+        if not self.video_sound:
             return layout
         try:
-            return with_sound(layout, self._heard(visual.source), turn=self._sounds.turn)
+            return with_sound(layout, self._sound_layout(visual.source), turn=self._sounds.turn)
         except BadSample as error:
             if error.reason in (Reason.NO_FRAMES, Reason.TOO_NARROW):  # a silent video
                 return layout
             raise
 
-    def _heard(self, source: clips.Source) -> Layout:
+    def _sound_layout(self, source: clips.Source) -> Layout:
         samples = len(clips.sound(source, longest=self._sounds.longest))
         return self._sounds.layout(samples, self.processor.image_token)
 
@@ -151,7 +151,7 @@ class Visuals:
     @property
     def _sounds(self) -> SoundProcessor:
         if self.processor.sounds is None:
-            raise BadSample(Reason.UNSUPPORTED, "it has a sound, and models of this family hear none")
+            raise BadSample(Reason.UNSUPPORTED, "it has a sound, and models of this family take no audio")
         return self.processor.sounds
 
     @property

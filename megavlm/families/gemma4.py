@@ -32,7 +32,7 @@ IMAGE, VIDEO, START, END = "<|image|>", "<|video|>", "<|image>", "<image|>"
 def config(settings: Settings) -> ModelConfig:
     """Return the `ModelConfig` of a Gemma4Config."""
     if settings.values.get("audio_config") is not None:
-        refuse(settings, "audio_config", "Gemma 4 E2B and E4B, which hear, are not known here")
+        refuse(settings, "audio_config", "Gemma 4 E2B and E4B, which take audio, are not known here")
     if settings.values.get("vision_config") is None:
         refuse(settings, "vision_config", "a model without images is not known here")
     tower = settings.section("vision_config")

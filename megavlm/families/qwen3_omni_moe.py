@@ -102,7 +102,7 @@ def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> _W
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the image processor, with that of sounds, which are not cut: of one an hour is read, at most."""
+    """Return the image processor, with that of sounds, of which at most the first hour is read, in one piece."""
     built: Any = qwen_vl.build_processor(options, model, shared)
     return replace(built, sounds=qwen2_5_omni.build_sounds(options, model, longest=3600 * RATE, padded=False, **_MARKS))
 

@@ -51,10 +51,10 @@ class Embedder:
                 turn = text_turn(record, raw.find, raw.find_video)
                 yield record.get("id", number + 1), self.model.source.embedded(replace(turn, role=role))
             except (BadSample, RecursionError) as error:
-                told = error.detail if isinstance(error, BadSample) else "it is nested too deeply"
+                reason = error.detail if isinstance(error, BadSample) else "it is nested too deeply"
                 if isinstance(error, BadSample) and error.reason in (Reason.MISSING, Reason.OUTSIDE):
-                    told += ": name the folder that its images and videos are in, as FILE,image_root=DIR"
-                raise UserError(f"{raw.records.label(number)}: {told}") from error
+                    reason += ": name the folder that its images and videos are in, as FILE,image_root=DIR"
+                raise UserError(f"{raw.records.label(number)}: {reason}") from error
 
     @torch.inference_mode()
     def vectors(self, samples: Sequence[Sample], *, width: int | None = None) -> Tensor:

@@ -263,7 +263,7 @@ class MicroBatch:
     features: LocalFeatures | None = None  # set once a colocated encoder has run
     continuation: Continuation | None = None  # set while answers are generated
     context: ContextPart | None = None  # None: the text is of whole rows
-    sounds: SoundBatch | None = None  # None: none, or the model hears none
+    sounds: SoundBatch | None = None  # None: none, or no audio encoder
 
     @classmethod
     def of_images(cls, images: ImageBatch) -> MicroBatch:

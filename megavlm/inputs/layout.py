@@ -56,7 +56,7 @@ class Film:
     # Time of each group in the steps of M-RoPE, from 0 on, if the groups' tokens follow one another; () if each group
     # is an image among text.
     moments: tuple[int, ...] = ()
-    # How many tokens of the video, then of its sound, then of the video, … follow one another, if its sound is heard.
+    # If the sound of a video is read: how many tokens of the video, then of its sound, then of the video, … follow.
     pieces: tuple[int, ...] = ()
     shares_marks: bool = True  # whether both marks before the pieces have one position, and those behind, too
 

@@ -48,7 +48,7 @@ class Processor(ABC):
     image_token: str = "<image>"
     fast: bool = False  # resize with torch: some values in a million are off by two, see `resize`
     video: VideoProcessor | None = None  # None: the model's videos are not known here
-    sounds: SoundProcessor | None = None  # None: the model hears nothing
+    sounds: SoundProcessor | None = None  # None: the model takes no audio
     vision_input: VisionInput = RGB  # the content of files, and the channels that the model gets
 
     @abstractmethod

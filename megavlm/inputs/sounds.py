@@ -1,4 +1,4 @@
-"""Sounds as a model hears them: log-mel features, as Transformers' WhisperFeatureExtractor computes them.
+"""Sounds as inputs of a model: log-mel features, as Transformers' WhisperFeatureExtractor computes them.
 
 Legend: n samples of a sound, T mel frames, M mel bins.
 """
@@ -104,13 +104,13 @@ def with_sound(video: Layout, sound: Layout, *, turn: int | None) -> Layout:
     return replace(video, prompt=prompt, film=film, frames=sound.frames)
 
 
-def in_turn(shown: NDArray[np.int64], pieces: Sequence[int]) -> tuple[NDArray[np.int64], int]:
+def in_turn(video: NDArray[np.int64], pieces: Sequence[int]) -> tuple[NDArray[np.int64], int]:
     """Return the positions [3, tokens] of a video and its sound in turns, given the video's, and the first free one.
 
     Features of the sound have the positions 0, 1, …; the first free one follows those of the last turn.
     """
-    heard = np.tile(np.arange(sum(pieces[1::2])), (3, 1))
-    parts = (np.split(each, np.cumsum(pieces[at::2])[:-1], axis=1) for at, each in enumerate((shown, heard)))
+    sound = np.tile(np.arange(sum(pieces[1::2])), (3, 1))
+    parts = (np.split(each, np.cumsum(pieces[at::2])[:-1], axis=1) for at, each in enumerate((video, sound)))
     turns = [turn for turn in chain(*zip(*parts, strict=True)) if turn.size]
     return np.concatenate(turns, axis=1), int(turns[-1].max()) + 1
 

@@ -81,8 +81,8 @@ def changes(answers: Sequence[tuple[int, str]]) -> list[Said]:
 
 
 def _card(question: Question, images: Sequence[Any], moments: Sequence[tuple[int, Mapping[Question, str]]]) -> str:
-    told = changes([(iteration, answers[question]) for iteration, answers in moments if question in answers])
-    rows = [_row(said, question.reference) for said in told]
+    ranges = changes([(iteration, answers[question]) for iteration, answers in moments if question in answers])
+    rows = [_row(said, question.reference) for said in ranges]
     reference = f'<li class="right"><b>reference</b><div>{escape(question.reference)}</div></li>'
     seen = f'<div class="images">{"".join(picture(image, side=_SIDE) for image in images)}</div>' if len(images) else ""
     look = ' class="long"' if len(question.prompt) > _HEADLINE else ""

@@ -151,11 +151,11 @@ class MlflowTracker(Callback):
         self._client.log_batch(self._run, metrics=metrics)
 
     def on_samples(self, samples: Samples) -> None:
-        told = [
+        answers = [
             {"label": s.label, "prompt": s.prompt, "answer": s.answer, "reference": s.reference}
             for s in samples.generations
         ]
-        text = json.dumps(told, indent=2, ensure_ascii=False)
+        text = json.dumps(answers, indent=2, ensure_ascii=False)
         self._client.log_text(self._run, text, f"samples/iter_{samples.iteration:07d}.json")
         for number, each in enumerate(() if self._pictures_sent else samples.generations):
             for place, image in enumerate(each.images):
@@ -201,7 +201,7 @@ class TensorBoardSink(Callback):
 
     def on_samples(self, samples: Samples) -> None:
         for number, each in enumerate(samples.generations):
-            self._writer.add_text(f"samples/{number}", _told(each), samples.iteration)
+            self._writer.add_text(f"samples/{number}", _as_markdown(each), samples.iteration)
             for place, image in enumerate(() if self._pictures_written else each.images):
                 self._writer.add_image(f"samples/{number}/{place}", image, samples.iteration, dataformats="HWC")
         self._pictures_written = True  # they are always the same
@@ -210,7 +210,7 @@ class TensorBoardSink(Callback):
         self._writer.close()
 
 
-def _told(said: Generation) -> str:
+def _as_markdown(said: Generation) -> str:
     """Return a sample as Markdown whose texts are indented code blocks, so that Markdown in them has no effect."""
     parts = {said.label or "prompt": said.prompt, "answer": said.answer, "reference": said.reference}
     blocks = {name: textwrap.indent(text or " ", "    ", lambda line: True) for name, text in parts.items()}

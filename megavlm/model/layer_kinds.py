@@ -225,10 +225,10 @@ def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
     if features is None:
         sounds = None
         if context.config.model.audio.num_layers:
-            hidden, heard = hidden.tensor_split([len(hidden) - context.sound_layout.features])
+            hidden, audio = hidden.tensor_split([len(hidden) - context.sound_layout.features])
             if (batch := context.batch.sounds) is not None and batch.dealt is not None:
-                heard = context.exchanged(heard, batch.dealt)
-            sounds = merged_sounds(batch, heard)
+                audio = context.exchanged(audio, batch.dealt)
+            sounds = merged_sounds(batch, audio)
         embedded: Tensor = part(text, None if hidden is None else context.of_this_part(hidden), sounds)
     else:
         assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"

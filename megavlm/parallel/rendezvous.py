@@ -68,9 +68,9 @@ def join(timeout: timedelta) -> Meeting:
         line = f"MASTER_ADDR {address} is not known here: set it to the address of rank 0's machine"
         raise RankError(line) from error
     except dist.DistNetworkError as error:
-        told = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).splitlines()[0].rstrip(".")
         raise RankError(
-            f"no connection at MASTER_ADDR {address}, MASTER_PORT {port}: {told}: rank 0 must run there, with a port "
+            f"no connection at MASTER_ADDR {address}, MASTER_PORT {port}: {reason}: rank 0 must run there, with a port "
             "that is free and reachable"
         ) from error
     except dist.DistStoreError as error:  # without torchrun: its store exists before

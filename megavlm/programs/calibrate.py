@@ -98,7 +98,7 @@ def calibrate(options: argparse.Namespace) -> None:
     sizes = SIZES if backend.is_cpu else GPU_SIZES
     with tempfile.TemporaryDirectory() as folder:
         configs = [config_of(size, options.precision, folder, processes=world) for size in sizes]
-        hardware, told = measured_hardware(
+        hardware, summary = measured_hardware(
             configs,
             backend,
             repeats=options.repeats,
@@ -110,4 +110,4 @@ def calibrate(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
     if first:
         write_out("--out", options.out, json.dumps(asdict(hardware), indent=2) + "\n")
-        print(told)
+        print(summary)

@@ -101,7 +101,7 @@ def _tokens(config: Config, file: str, *, most: int) -> int:
         raise UserError(
             f"--tokens {file} has no lines: write what megavlm preview --tokens prints, and a server's tokens"
         )
-    differing = [told for told in found.values() if told is not None]
+    differing = [difference for difference in found.values() if difference is not None]
     print("\n".join([*differing, f"{len(found) - len(differing)} of {len(found)} prompts have the same tokens"]))
     return 1 if differing else 0
 

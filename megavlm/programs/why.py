@@ -148,8 +148,8 @@ def findings(past: History, records: Sequence[Mapping[str, Any]], events: Sequen
 
 def _mean_of_phase(phase: str, records: Sequence[Mapping[str, Any]]) -> float:
     """Return the mean seconds per step of a phase, over the records that have `phase_seconds`."""
-    told = [record["phase_seconds"] for record in records if isinstance(record.get("phase_seconds"), Mapping)]
-    return sum(_number(each.get(phase)) for each in told) / max(len(told), 1)
+    by_phase = [record["phase_seconds"] for record in records if isinstance(record.get("phase_seconds"), Mapping)]
+    return sum(_number(each.get(phase)) for each in by_phase) / max(len(by_phase), 1)
 
 
 def _slow_rank(records: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

@@ -86,7 +86,7 @@ class RunLock:
             self._file = None
 
     def _beat(self, me: dict[str, Any], file: int) -> None:
-        path, told = self._run_dir / FILE, False
+        path, reported = self._run_dir / FILE, False
         while not self._released.wait(_BEAT):
             is_there = _is_at(file, path)
             owner = _owner(file) if is_there else read_own(path)
@@ -95,8 +95,8 @@ class RunLock:
                 # folder was renamed and another run has begun in its place.
                 _say(f"{self._run_dir} now belongs to process {owner.get('pid')} on {owner.get('host')}: this run ends")
                 os._exit(1)
-            if not is_there and not told:
-                told = True
+            if not is_there and not reported:
+                reported = True
                 self._on_loss(f"{path} is gone: the folder was removed or renamed")
             with suppress(OSError):  # a file system that is read-only or away may come back
                 os.utime(file)

@@ -167,9 +167,9 @@ class StartTimes:
         self._part = part
         if self.run_dir is None:
             return
-        told = {"attempt": attempt(), "began": self._began, "part": part, "since": self._since, "phases": self._seconds}
+        now = {"attempt": attempt(), "began": self._began, "part": part, "since": self._since, "phases": self._seconds}
         with suppress(OSError):  # the run itself will say that its folder cannot be written
-            replace_file(self.run_dir / STARTING, json.dumps(told) + "\n")
+            replace_file(self.run_dir / STARTING, json.dumps(now) + "\n")
 
     def first_step_done(self, iteration: int, *, waited: float) -> None:
         """Write the event `started` after the first step, once; `waited`: seconds that it waited for its batch."""
@@ -195,5 +195,5 @@ class StartTimes:
 
 def unfinished(run_dir: Path) -> dict[str, Any]:
     """Return RUN_DIR/starting.json of a start whose first step is not done; {} if there is none."""
-    told = read_own(run_dir / STARTING)
-    return told if told.get("part") in [*PARTS] else {}
+    start = read_own(run_dir / STARTING)
+    return start if start.get("part") in [*PARTS] else {}

@@ -88,22 +88,22 @@ def listen(*, parent: int | None, patience: float = _ORPHANED) -> StopRequest:
     `parent`: the end of this process is a request too, and the caller then ends within `patience` seconds.
     """
     stop = StopRequest()
-    heard, written = os.pipe()
-    os.set_blocking(written, False)
-    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in SIGNALS:
         # What was ignored from the beginning stays so: SIGHUP by nohup, SIGINT by a shell's `&` in a script.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _do_nothing)  # a handler of Python's, so that the interpreter writes to the pipe
-    threading.Thread(target=_hear, args=(stop, heard, parent, patience), name="signals", daemon=True).start()
+    threading.Thread(target=_watch, args=(stop, read_end, parent, patience), name="signals", daemon=True).start()
     return stop
 
 
-def _hear(stop: StopRequest, heard: int, parent: int | None, patience: float) -> None:
+def _watch(stop: StopRequest, read_end: int, parent: int | None, patience: float) -> None:
     orphaned = 0.0
     while True:
-        if select.select([heard], [], [], _LOOK_AT_PARENT)[0]:
-            for number in os.read(heard, 64):
+        if select.select([read_end], [], [], _LOOK_AT_PARENT)[0]:
+            for number in os.read(read_end, 64):
                 if number in SIGNALS:
                     stop.ask(f"{signal.Signals(number).name} received", warning=number in _WARNINGS)
         if parent is None or os.getppid() == parent:

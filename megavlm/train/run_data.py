@@ -77,7 +77,7 @@ def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend:
         dtype=DTYPES[config.precision.dtype],
         vision_group=_vision_group(plan, groups),
         assignment=ImageAssignment.of(config, ranks=groups.replica.size()) if plan.encoder else None,
-        hearers=_hearers(plan, groups.dims),
+        audio_ranks=_audio_ranks(plan, groups.dims),
         validation=validation,
     )
     return config, RunData(loaders, prompts, identity)
@@ -119,16 +119,16 @@ def write_references(config: Config, plan: Plan, groups: Groups, backend: Backen
                 for batch, logs in zip(step.batches, sums, strict=False):
                     assert batch.text.members is not None
                     mine += zip(batch.text.members[:, ID].tolist(), logs.tolist(), strict=True)
-                told: list[list[tuple[int, float]]] = [[] for _ in range(dist.get_world_size())]
-                dist.gather_object(mine, told if dist.get_rank() == 0 else None)
-                known |= dict(each for part in told for each in part)
+                gathered: list[list[tuple[int, float]]] = [[] for _ in range(dist.get_world_size())]
+                dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
+                known |= dict(each for part in gathered for each in part)
     finally:
         loaders.training.close()
         loaders.validation.close()
     on_rank_0(partial(references.write, known))
 
 
-def _hearers(plan: Plan, dims: Dims) -> Sequence[int]:
+def _audio_ranks(plan: Plan, dims: Dims) -> Sequence[int]:
     """Return the numbers in a replica of the ranks that encode sounds: those of one pipeline stage, or none."""
     size = dims.tp * dims.cp
     stages = [number % dims.pp for number, chunk in enumerate(plan.chunks) if AUDIO_EMBED in chunk]

@@ -60,10 +60,10 @@ def sum_over_ranks(
     which are equal on all ranks, are copied to the host in the same transfer.
     """
     own = totals.new_zeros(()) if squared_norm is None else squared_norm
-    shown = own if dist.get_rank() == 0 else own - own
-    told = totals if counts else totals - totals
+    own_norm = own if dist.get_rank() == 0 else own - own
+    own_totals = totals if counts else totals - totals
     counted = torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)
-    parts = [shown.reshape(1), told, counted]
+    parts = [own_norm.reshape(1), own_totals, counted]
     everything = torch.cat(parts if tallies is None else [*parts, tallies])
     dist.all_reduce(everything)
     summed = len(everything)

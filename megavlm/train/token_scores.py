@@ -90,10 +90,10 @@ def _on_rank_0(run: Run, step: StepData, statistics: Sequence[Tensor]) -> Iterat
     pairs = zip(step.batches, statistics, strict=True) if computes else ()
     scores = [each for batch, found in pairs for each in _by_sample(batch, found.cpu().numpy())]
     names = [sample for samples in step.samples for sample in samples] if groups.is_reader else []
-    told: list[tuple[int, list[SampleId], list[TokenScores]] | None] = [None] * dist.get_world_size()
-    dist.gather_object((groups.coords.dp, names, scores), told if dist.get_rank() == 0 else None)
+    gathered: list[tuple[int, list[SampleId], list[TokenScores]] | None] = [None] * dist.get_world_size()
+    dist.gather_object((groups.coords.dp, names, scores), gathered if dist.get_rank() == 0 else None)
     for replica in range(groups.dims.dp):
-        mine = [each for each in told if each is not None and each[0] == replica]
+        mine = [each for each in gathered if each is not None and each[0] == replica]
         samples = [sample for _, known, _ in mine for sample in known]
         yield from zip(samples, (each for _, _, found in mine for each in found), strict=True)
 

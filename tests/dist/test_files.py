@@ -97,7 +97,7 @@ def test_every_rank_hears_what_is_wrong_with_the_data(pools: Pools) -> None:
     assert pools(2).run(complaint) == ["ein Bär fraß train.jsonl"] * 2
 
 
-def heard(hearers: tuple[int, ...]) -> tuple[int, bool]:
+def heard(audio_ranks: tuple[int, ...]) -> tuple[int, bool]:
     """Return how many values of mel features reach this rank, and whether they are right."""
     import torch
     import torch.distributed as dist
@@ -110,17 +110,17 @@ def heard(hearers: tuple[int, ...]) -> tuple[int, bool]:
     sounds = SoundBatch((9, 4), mels, torch.tensor([3, 4, 7]), torch.arange(3))
     batches = [replace(micro_batch(1), features=None, sounds=each) for each in (sounds, None)]
     world = dist.group.WORLD
-    exchange = ReplicaBroadcast(world, world, vision_group=None, device=torch.device("cpu"), hearers=hearers)
+    exchange = ReplicaBroadcast(world, world, vision_group=None, device=torch.device("cpu"), audio_ranks=audio_ranks)
     step = exchange.share(lambda: StepData(batches, read=1, skipped=(), imbalance=None))
     assert step.batches[1].sounds is None
     found = step.batches[0].sounds
     return (0, True) if found.mels.is_meta else (found.mels.numel(), found.mels.equal(mels))
 
 
-@pytest.mark.parametrize("hearers", [(), (1, 2), (0, 1, 2, 3)])
-def test_mel_features_reach_the_ranks_that_encode_sounds_alone(pools: Pools, hearers: tuple[int, ...]) -> None:
-    expected = [(26 * (rank in hearers or not rank), True) for rank in range(4)]  # the first rank reads
-    assert pools(4).run(heard, hearers) == expected
+@pytest.mark.parametrize("audio_ranks", [(), (1, 2), (0, 1, 2, 3)])
+def test_mel_features_reach_the_ranks_that_encode_sounds_alone(pools: Pools, audio_ranks: tuple[int, ...]) -> None:
+    expected = [(26 * (rank in audio_ranks or not rank), True) for rank in range(4)]  # the first rank reads
+    assert pools(4).run(heard, audio_ranks) == expected
 
 
 @pytest.mark.slow

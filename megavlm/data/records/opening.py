@@ -70,10 +70,10 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None, answers: b
     if pairs is not None and (kind == "pairs") != pairs:
         raise _wrong(source, f"has records of {_UNREAD_PAIRS if kind == 'pairs' else _NO_PAIRS}")
     if pairs is not None and (kind == "preferences") != answers:
-        told = (
+        what = (
             "preferences: add --objective dpo" if kind == "preferences" else f"{kind}, but --objective compares answers"
         )
-        raise _wrong(source, f"has records of {told}, or name another data set")
+        raise _wrong(source, f"has records of {what}, or name another data set")
     convert = partial(record_of, kind=kind, find=find, find_video=find_video)
     container = Renamed(container, source.columns) if source.columns else container
     return FileRecords(name_of(source), container, convert, unread=unread)

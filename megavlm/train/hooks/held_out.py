@@ -69,10 +69,10 @@ class HeldOutTexts:
                 found = retrieval_sums(vectors, here, own)
                 sums[number] = torch.tensor([found[name] for name in (*scores, "queries")], device=device)
         dist.all_reduce(sums)
-        told = _means("validation", scores, sums.sum(0))
+        means = _means("validation", scores, sums.sum(0))
         for name, own_sums in zip(names, sums, strict=True):
-            told |= _means(f"validation/{name}", scores, own_sums) if len(names) > 1 else {}
-        return told
+            means |= _means(f"validation/{name}", scores, own_sums) if len(names) > 1 else {}
+        return means
 
 
 def _means(name: str, scores: Sequence[str], sums: Tensor) -> dict[str, Value]:
@@ -177,11 +177,11 @@ class ValidationHook(RankHook):
         dist.all_reduce(flags)
         failed, asked = flags.tolist()
         if asked:
-            self._stops.hear()
+            self._stops.note_request()
         if not failed:
             return None if asked else data
-        told = next(filter(None, of_all_ranks(failure)))
-        self._run.say(f"VALIDATION DATA CANNOT BE READ: {told}. Training goes on")
+        reason = next(filter(None, of_all_ranks(failure)))
+        self._run.say(f"VALIDATION DATA CANNOT BE READ: {reason}. Training goes on")
         return None
 
     def _tell(self, found: dict[str, Value], seconds: float, share: float) -> None:
@@ -254,7 +254,7 @@ class SamplesHook(RankHook):
             with run.engine.evaluation():
                 answers = self._answers()
         except GivenUp:
-            self._stops.hear()
+            self._stops.note_request()
             return {}
         finally:
             run.engine.schedule.phases.enter(OTHER)

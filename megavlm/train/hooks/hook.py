@@ -120,9 +120,9 @@ class Callbacks(RankHook):
         self._tell_saved()
         if end is not None or not self.names_users:
             return end
-        told = [None if self.failure is None else str(self.failure)]
-        dist.broadcast_object_list(told, src=0)
-        return None if told[0] is None else UserError(told[0])
+        shared = [None if self.failure is None else str(self.failure)]
+        dist.broadcast_object_list(shared, src=0)
+        return None if shared[0] is None else UserError(shared[0])
 
     def _call(self, method: str, event: Any) -> None:
         for callback in self.own:
@@ -131,8 +131,8 @@ class Callbacks(RankHook):
             except OSError as error:  # a full disk, as a rule; metrics.jsonl waits for room by itself
                 if callback not in self._unwritable:
                     self._unwritable.append(callback)
-                    told = f"{type(callback).__name__} cannot write ({error.strerror or error}): the run goes on"
-                    print(f"warning: {told}; metrics.jsonl has the same figures", file=sys.stderr, flush=True)
+                    warning = f"{type(callback).__name__} cannot write ({error.strerror or error}): the run goes on"
+                    print(f"warning: {warning}; metrics.jsonl has the same figures", file=sys.stderr, flush=True)
         phase = self.phases.now.phase
         for place, (name, callback) in enumerate(self.users):
             if place in self._broken:

@@ -148,10 +148,10 @@ class Saves(RankHook):
 
     def _end_if_bad(self) -> None:
         """Raise BadNumbers on all ranks if rank 0 has a report of state that is not finite."""
-        told: list[BadNumbers | None] = [self._bad]
-        dist.broadcast_object_list(told, src=0)
-        if told[0] is not None:
-            raise told[0]
+        shared: list[BadNumbers | None] = [self._bad]
+        dist.broadcast_object_list(shared, src=0)
+        if shared[0] is not None:
+            raise shared[0]
 
     def _look(self) -> None:
         for report in self._saver.poll() if self._saver is not None else ():

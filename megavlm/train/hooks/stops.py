@@ -25,7 +25,7 @@ class Stops(RankHook):
 
     def __init__(self, run: Run, stop: StopRequest) -> None:
         self._run, self._stop = run, stop
-        self._heard = False  # a request that all ranks know of since the sums of the last step
+        self._known = False  # a request that all ranks know of since the sums of the last step
 
     @property
     def requested(self) -> bool:
@@ -34,26 +34,26 @@ class Stops(RankHook):
 
     def asked(self, step: Step) -> bool:
         """Return whether all ranks know, after a step, that some rank was asked to stop."""
-        return self._heard or step.counts.stop > 0
+        return self._known or step.counts.stop > 0
 
-    def hear(self) -> None:
+    def note_request(self) -> None:
         """Note that some rank was asked to stop; all ranks must call this."""
-        self._heard = True
+        self._known = True
 
     def look(self, step: Step) -> None:
         """All-reduce the stop requests again, unless one is known already; every rank calls this."""
         if not self.asked(step):
             found = torch.tensor(int(self.requested), device=self._run.backend.device)
             dist.all_reduce(found)
-            self._heard = bool(found.item())
+            self._known = bool(found.item())
 
     def ends(self, step: Step) -> BaseException | None:
         """Return Stopped after a stop request, unless this was the last iteration."""
         if step.iteration == self._run.config.train.train_iters or not self.asked(step):
             return None
         own = self._stop.reason or self._run.callbacks.stop
-        told = of_all_ranks(own)  # some rank has a reason, and perhaps not this one yet
-        return Stopped(own or next(filter(None, told)))
+        reasons = of_all_ranks(own)  # some rank has a reason, and perhaps not this one yet
+        return Stopped(own or next(filter(None, reasons)))
 
 
 # A run with at most this many skipped samples goes on, whatever their share.
@@ -172,8 +172,8 @@ class DataAhead(RankHook):
         if not counts.failed:
             return None
         bad = isinstance(self._failure, BadNumbers)
-        told = of_all_ranks(None if self._failure is None else (bad, str(self._failure)))
-        errors = [each for each in told if each is not None]
+        failures = of_all_ranks(None if self._failure is None else (bad, str(self._failure)))
+        errors = [each for each in failures if each is not None]
         for is_bad, text in errors:
             if is_bad:
                 return BadNumbers(text)

@@ -95,7 +95,7 @@ def test_pixels_of_images_are_repeated_beside_a_video_only() -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [(VideoRef(FILM), "models of this family are trained on images alone"), (SoundRef(b""), "family hear none")],
+    [(VideoRef(FILM), "models of this family are trained on images alone"), (SoundRef(b""), "family take no audio")],
 )
 def test_a_model_without_videos_or_sounds_says_so(given: Visual, says: str) -> None:
     model = ModelConfig(vision=MODEL.vision, projector=MODEL.projector)
