@@ -254,11 +254,12 @@ class TorchWorld:
         if self.met.rank == 0:
             self.met.store.set(key, "")
             return
-        while not self._came(key):
+        while not self.rank_0_came(key):
             if self.met.rank == self.met.world - 1 and time.monotonic() - began > _SAY:
                 print(f"rank 0 has worked alone for {(time.monotonic() - began) / 60:.0f} min; others wait", flush=True)
 
-    def _came(self, key: str) -> bool:
+    def rank_0_came(self, key: str) -> bool:
+        """Wait a minute at most for a key of rank 0; return whether it is there. The watchdog knows this function."""
         try:
             self.met.store.wait([key], _LOOK)
         except dist.DistStoreError:  # not within the time

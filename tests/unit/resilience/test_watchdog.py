@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from hashlib import pbkdf2_hmac
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from megavlm.parallel.rendezvous import Meeting, TorchWorld
 from megavlm.resilience.events import HUNG, events
 from megavlm.resilience.hang_reports import DOOMED, FIRST_STEP, Limits, Report, SlowEvents, culprit, sentence, spread
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, END, OTHER, SAVE, START, VALIDATION, Phases
@@ -168,6 +170,21 @@ def test_a_wait_that_spins_counts_where_the_device_is_a_gpu(spins: bool, counted
     going.clear()
     thread.join()
     assert (waited > 0) is counted
+
+
+@pytest.mark.parametrize("spins", [True, False])
+def test_a_wait_for_rank_0_in_the_store_is_none_that_torch_will_end(spins: bool, tmp_path: Path):
+    """Rank 0 may index data for hours, as long as the other ranks of a GPU run are at the same place."""
+    store = dist.HashStore()
+    thread = threading.Thread(target=TorchWorld("gloo", Meeting(store, 1, 2), timedelta(minutes=1)).await_rank_0)
+    thread.start()
+    dog = Watchdog(Phases(), RunMember(1, 2, tmp_path, wait_spins=spins), store, limits=Limits(1.0))
+    dog._trained = thread.ident or 0
+    assert wait(lambda: dog._report(1.0).waits)
+    found = [dog._report(1.0) for _ in range(3)]
+    store.set("turn-1", "")
+    thread.join()
+    assert [(report.waits, report.waited) for report in found] == [(True, 0.0)] * 3
 
 
 def test_with_a_time_out_of_0_nothing_is_a_hang(tmp_path: Path):
