@@ -83,8 +83,7 @@ def turns(
     file_of = dict(zip(keys, files or [0] * len(keys), strict=True))
     found: dict[Any, Turn] = {}
     for group in groups:
-        needed = of_all_ranks(set(keys) - found.keys(), group)
-        common, ranks = set.intersection(*needed), dist.get_process_group_ranks(group)
+        common, ranks = _needed_by_all(set(keys) - found.keys(), group), dist.get_process_group_ranks(group)
         parts: dict[Hashable, list[Any]] = {}
         for key in (key for key in keys if key in common):
             parts.setdefault(file_of[key], []).append(key)
@@ -93,6 +92,22 @@ def turns(
             for number, key in enumerate(keys_of_file):
                 found[key] = group, ranks[(file * readers + number % readers) % len(ranks)]
     return [found.get(key, (None, -1)) for key in keys]
+
+
+def _needed_by_all(own: set[Any], group: dist.ProcessGroup) -> set[Any]:
+    """Return what the sets of all ranks of a group have in common; every rank of the group calls it.
+
+    The first rank sends its set, and the others say by a byte each what they have of it: to gather all sets would take
+    as many times more bytes on each rank as the group has ranks.
+    """
+    sent = [list(own) if dist.get_group_rank(group, dist.get_rank()) == 0 else None]
+    dist.broadcast_object_list(sent, group=group, group_src=0)
+    offered = cast(list[Any], sent[0])
+    if not offered:
+        return set()
+    needed = torch.tensor([each in own for each in offered], dtype=torch.uint8, device=exchanged_on())
+    dist.all_reduce(needed, op=dist.ReduceOp.MIN, group=group)
+    return {each for each, is_needed in zip(offered, needed.tolist(), strict=True) if is_needed}
 
 
 def load(state: dict[str, Any], folder: Path, groups: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
