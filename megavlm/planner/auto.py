@@ -1,8 +1,8 @@
 """The planner's answers for one configuration: `--plan auto`, `--dry-run`, and advice when memory runs out.
 
 The seconds of a run's start, which a dry run prints, grow with the model and the number of ranks by a formula; comments
-give the sources of its constants. The constants of CPUs are from two processes of the demo on two cores, which took 3.3
-to 4.2 s (2026-11-26; `benchmarks/start.py` measures the parts); those of GPUs are unconfirmed estimates. First-time
+give the sources of its constants. The constants of CPUs are from two processes of the demo on two cores, which took
+4.2 s (2026-11-26; `benchmarks/start.py` measures the parts); those of GPUs are unconfirmed estimates. First-time
 indexing of data sets and downloads are left out.
 """
 
@@ -181,12 +181,13 @@ def _gib(size: float) -> str:
 
 
 # Seconds, on CPUs and on GPUs. All are estimates; those of CPUs add up to the starts that were measured.
-_IMPORTS = {False: 1.9, True: 10.0}  # on GPUs CUDA's context and Transformer Engine come on top
+_IMPORTS = {False: 2.9, True: 10.0}  # on GPUs CUDA's context and Transformer Engine come on top
 _MEETING = {False: 0.1, True: 0.5}
 _PER_RANK = 1e-3  # of the meeting: one store answers all ranks, one after the other. Estimate
 _PER_GROUP = {False: 0.01, True: 0.3}  # NCCL makes a communicator
 _DATA = 0.1  # tokenizer and loaders of the demo; estimate
 _OUTPUTS = 0.5  # TensorBoard and the first samples; estimate
+_FIRST_BATCH = 0.05  # of the demo; workers import and read files while the model is built
 _WARM_UP = {False: 0.3, True: 10.0}  # of the first step: kernels are loaded and chosen
 _DRAWN = 1e8  # parameters per second that a process draws from the seed: estimate; torch.randn made 1.4e8 in a thread
 _LEAST = 0.05  # smaller shares are not printed
@@ -207,19 +208,22 @@ def start_estimate(
         "data": _DATA,
         # A tensor is drawn whole by each rank that holds a part of it, so that tensor parallelism saves nothing.
         "model": 0.0 if given else parameters / _DRAWN,
-        "weights": _bytes_read(config, dims, parameters, resumes=resumes) / hardware.own_host.disk if given else 0.0,
+        "weights": _reading(config, dims, hardware, parameters / dims.tp, resumes=resumes) if given else 0.0,
         "outputs": _OUTPUTS,
+        "first_batch": _FIRST_BATCH,
         "first_step": _WARM_UP[on_gpu] + step,
     }
 
 
-def _bytes_read(config: Config, dims: Dims, parameters: float, *, resumes: bool) -> float:
-    """Return the bytes of weights that a rank reads; of a checkpoint also master weights and moments, maybe sharded."""
-    held = parameters / dims.tp
-    if not resumes:
-        return 2 * held
+def _reading(config: Config, dims: Dims, hardware: Hardware, held: float, *, resumes: bool) -> float:
+    """Return the seconds in which ranks of `held` parameters read weights, or a checkpoint's masters and moments.
+
+    Data-parallel ranks read each byte once, and send others what these hold, too.
+    """
+    size = 12 if resumes else 2  # bytes of a parameter in files; weights follow from masters
     sharded = config.parallel.data_parallel_sharding != "none"
-    return held * (2 + 12 / (dims.dp_cp if sharded else 1))
+    sent = (2 if sharded else size) * held * (dims.dp_cp > 1)
+    return size * held / dims.dp_cp / hardware.own_host.disk + sent / hardware.link(dims.world).bandwidth
 
 
 def starting_line(config: Config, dims: Dims, hardware: Hardware, step: float, *, name: str, resumes: bool) -> str:
@@ -227,5 +231,9 @@ def starting_line(config: Config, dims: Dims, hardware: Hardware, step: float, *
     parts = start_estimate(config, dims, hardware, step, resumes=resumes)
     whole = sum(parts.values())
     long = sorted((part for part in parts if parts[part] > _LEAST * whole), key=lambda part: -parts[part])
-    shown = ", ".join(f"{parts[part]:.2g} s {PARTS[part]}" for part in long)
-    return f"starts in about {whole:.2g} s at {several(dims.world, 'rank')}, of which {shown} ({name}; an estimate)"
+    shown = ", ".join(f"{_seconds(parts[part])} {PARTS[part]}" for part in long)
+    return f"starts in about {_seconds(whole)} at {several(dims.world, 'rank')}, of which {shown} ({name}; an estimate)"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 10 else f"{value:,.0f} s"
