@@ -5,7 +5,8 @@
 Groups are made by the real code on torch's fake groups, requests to the store by the real watchdog, at all four sizes.
 What a save, a load and a start from Hugging Face files ask of the file system is counted while a run of 1, 2 and 4
 processes does it, by wrapping the functions of `os` in each process and in the writers that it forks (what the
-safetensors library opens is not seen); larger worlds follow by the law that is written beside the counts.
+safetensors library opens is not seen), and what ranks tell one another as pickled objects; larger worlds follow by the
+law that is written beside the counts.
 """
 
 from __future__ import annotations
@@ -38,6 +39,15 @@ LAWS = {
     "requests to the store in a second": "2 N / 5, at most 910",
     "a minute of waiting for writers: listings": "constant",
     "a minute of waiting for writers: stats": "4 N",
+}
+
+# What the program at 9456fd7 asked at 1,024 and 16,384 ranks: groups were counted, the rest follows from its code.
+BEFORE = {
+    "groups that a rank makes": (3_185, 47_825),
+    "requests to the store in a second": (600, 10_000),
+    "a minute of waiting for writers: listings": (1_200, 1_200),
+    "a minute of waiting for writers: stats": (2_400 * 1_024, 2_400 * 16_384),
+    "load: stats": (8 * 1_024**2, 8 * 16_384**2),
 }
 
 _GROUPS = """
@@ -138,6 +148,27 @@ def noted(folder: Path, log: Path) -> Iterator[None]:
     os.close(file)
 
 
+@contextmanager
+def told(log: Path) -> Iterator[None]:
+    """Write a line to `log` for each pickled object that this rank sends: its bytes, times the ranks that receive it."""
+    import torch.distributed as dist
+
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    pickled: Any = dist.distributed_c10d._object_to_tensor
+
+    def counted(what: Any, device: Any, group: Any) -> Any:
+        found, caller = pickled(what, device, group), sys._getframe(1)
+        callers = {each.f_code.co_name for each in (caller, caller.f_back) if each is not None}
+        to_all = callers & {"all_gather_object", "broadcast_object_list"}
+        receivers = dist.get_world_size(group) - 1 if to_all else 1
+        os.write(file, f"bytes told {int(found[1]) * receivers}\n".encode())
+        return found
+
+    with patch.object(dist.distributed_c10d, "_object_to_tensor", counted):
+        yield
+    os.close(file)
+
+
 def waiting_save(world: int) -> dict[str, float]:
     """Return what the writer of rank 0 asks in a minute in which it waits for the reports of all others."""
     from megavlm.checkpoint import writer
@@ -179,7 +210,7 @@ def _do(part: str, argv: list[str], run_dir: str, folder: str, logs: str) -> Non
     from tests.support.training import started, train
 
     log = Path(logs) / f"{part}-{os.environ['RANK']}"
-    with noted(Path(folder), log):
+    with noted(Path(folder), log), told(log):
         if part == "save":
             return train(argv, run_dir)
         from megavlm.checkpoint.hf.pretrained import with_pretrained_model
@@ -258,10 +289,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-record", action="store_true", help="print the table only")
     options = parser.parse_args()
-    record = {**circumstances(), "rows": rows()}
+    record = {**circumstances(), "rows": rows(), "before": BEFORE}
     for name, row in record["rows"].items():
         values = "  ".join(f"{value:>15,.0f}" for value in row["at"].values())
-        print(f"{name:38}{values}  {row['law']} ({row['how']})")
+        before = "; before: " + " and ".join(f"{value:,}" for value in BEFORE[name]) if name in BEFORE else ""
+        print(f"{name:38}{values}  {row['law']} ({row['how']}{before})")
     if not options.no_record:
         append("scale", record)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,3 +52,18 @@ def test_requests_are_noted_and_files_elsewhere_are_not(scale: Any, tmp_path: Pa
         os.close(file)
     told = "opens 1, bytes read 9, stats 1, listings 1, opens 1, bytes read 4, flushes 1"
     assert log.read_text().splitlines() == told.split(", ")
+
+
+def test_what_ranks_tell_one_another_is_counted_by_its_receivers(scale: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 5)
+
+    def size_of(what: Any) -> int:
+        return int(dist.distributed_c10d._object_to_tensor(what, torch.device("cpu"), None)[1])
+
+    def broadcast_object_list() -> list[Any]:
+        return [dist.distributed_c10d._object_to_tensor(each, torch.device("cpu"), None) for each in [[7]]]
+
+    with scale.told(tmp_path / "log"):
+        size = size_of([7])
+        broadcast_object_list()
+    assert (tmp_path / "log").read_text().splitlines() == [f"bytes told {size}", f"bytes told {4 * size}"]
