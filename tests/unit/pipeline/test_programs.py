@@ -7,15 +7,19 @@ import multiprocessing as mp
 import os
 from collections import defaultdict, deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
 from megavlm.arch.dims import RowSplit
 from megavlm.arch.image_tokens import features_of
-from megavlm.arch.schedules import Pass, PipelineShape, rank_schedules
+from megavlm.arch.schedules import FORWARD, Pass, PipelineShape, rank_schedules
 from megavlm.data import loader
 from megavlm.errors import UserError
 from megavlm.inputs.batch import ImageSizes, MicroBatch, SoundBatch, TextBatch
@@ -23,7 +27,7 @@ from megavlm.pipeline.colocated import feature_exchange_of, senders
 from megavlm.pipeline.encoder import shard_size
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
 from megavlm.pipeline.micro_batches import on_device, own_part
-from megavlm.pipeline.walker import Receive, maker, rank_program, receiver
+from megavlm.pipeline.walker import Receive, Transfers, maker, rank_program, receiver
 from tests.support.flags import resolved
 from tests.support.host_copies import LateCopies
 from tests.support.micro_batch import TOKENS, micro_batch
@@ -35,6 +39,18 @@ Program = list[Pass | Receive]
 
 def programs_of(shape: PipelineShape) -> list[Program]:
     return [list(rank_program(shape, rank)) for rank in range(shape.pp)]
+
+
+def test_what_is_sent_keeps_its_memory_when_the_output_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a send is under way, on another stream or kept by torch until it is waited for."""
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "isend", lambda tensor, **_: sent.append(tensor) or SimpleNamespace())
+    group: Any = None
+    output = 2 * torch.ones(4, requires_grad=True)
+    Transfers(group, dtype=output.dtype, device=output.device).send(Pass(FORWARD, 0, 0), output, target=1)
+    deallocate_output_tensor(output, True)
+    assert output.numel() == 1
+    assert sent[0].tolist() == [2.0] * 4
 
 
 @settings(max_examples=60, deadline=None)
