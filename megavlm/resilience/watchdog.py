@@ -155,7 +155,8 @@ class Watchdog:
         place, waits = place_of(self._trained) if self._idle > self._interval else ("", False)
         spent = processor_time(self._trained) if waits else 0
         # One wait takes no processor time at all, or spins at one place.
-        same = place == self._place if self._member.wait_spins else spent == self._spent
+        spins = place == self._place and now.detail != _MANY_WAITS
+        same = spins if self._member.wait_spins else spent == self._spent
         ends = waits and not place.startswith(_UNLIMITED)
         self._waited = self._waited + passed if ends and same else 0.0
         self._spent, self._place = spent, place
@@ -252,6 +253,7 @@ def _key(rank: int) -> str:
 # Files whose functions wait for other ranks, and what a line that waits for a transfer looks like elsewhere.
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
 _WAITS = (".wait(", ".synchronize(", ".tolist(", ".item(")
+_MANY_WAITS = "weights"  # the part of a start in which ranks wait at one place thousands of times, and briefly
 _UNLIMITED = "rank_0_came "  # waits in the store while rank 0 works alone: torch ends no such wait
 
 

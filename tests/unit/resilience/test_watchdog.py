@@ -149,9 +149,11 @@ def test_a_store_is_asked_a_thousand_times_a_second_at_most(world: int, hang: fl
     assert (world - 2) * other + 2 * reader <= 1000 * seconds_between_reports(world, hang)
 
 
-@pytest.mark.parametrize(("spins", "counted"), [(True, True), (False, False)])
-def test_a_wait_that_spins_counts_where_the_device_is_a_gpu(spins: bool, counted: bool, tmp_path: Path):
-    """CUDA's wait for a stream uses processor time."""
+@pytest.mark.parametrize(
+    ("spins", "part", "counted"), [(True, "model", True), (True, "weights", False), (False, "model", False)]
+)
+def test_a_wait_that_spins_counts_where_the_device_is_a_gpu(spins: bool, part: str, counted: bool, tmp_path: Path):
+    """CUDA's wait for a stream uses processor time. A load is many waits at one place, each with a limit of its own."""
     stream, going = SimpleNamespace(synchronize=pbkdf2_hmac), [True]  # C code that computes without Python's lock
 
     def work() -> None:
@@ -159,7 +161,9 @@ def test_a_wait_that_spins_counts_where_the_device_is_a_gpu(spins: bool, counted
             stream.synchronize("sha256", b"", b"", 100_000)
 
     store = dist.HashStore()
-    dog = Watchdog(Phases(), RunMember(0, 1, tmp_path, wait_spins=spins), store, limits=Limits(1.0))
+    phases = Phases()
+    phases.enter(START, part)
+    dog = Watchdog(phases, RunMember(0, 1, tmp_path, wait_spins=spins), store, limits=Limits(1.0))
     thread = threading.Thread(target=work)
     thread.start()
     dog._trained = thread.ident or 0
