@@ -323,7 +323,7 @@ def pipelines() -> Iterator[Row]:
 def _measured_mfu() -> str:
     """Return the MFU of whole bf16 steps of LLaVA-1.5-7B as docs/reports/measured.md has it."""
     rows = (RECORDS.parents[1] / "docs" / "reports" / "measured.md").read_text(encoding="utf-8")
-    found = re.findall(r"\| LLaVA-1.5-7B(?: on an H200)?, bf16: whole step, MFU \| ([\d.]+)", rows)
+    found = re.findall(r"\| LLaVA-1.5-7B(?:, H200)?, bf16: whole step, MFU \| ([\d.]+)", rows)
     return " (H100), ".join(found) + " (H200)"
 
 

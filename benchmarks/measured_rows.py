@@ -24,6 +24,7 @@ from measured_values import (
     loss_time,
     memory_predicted,
     of_1024,
+    started,
     step_rate,
     step_share,
     step_time,
@@ -55,6 +56,7 @@ CHECKPOINT, CHECKPOINT_SINCE = "python benchmarks/checkpoint.py", "2026-11-22T12
 CPU_STEP, DATA, IMAGES, UPLOADS = (
     f"python benchmarks/{name}.py" for name in ("cpu_step", "data", "data_images", "uploads")
 )
+START = "python benchmarks/start.py"
 LOSS, VIDEO = "python benchmarks/loss_memory.py", "python benchmarks/video.py"
 PLANNER = (
     "torchrun --nproc-per-node 2 -m megavlm calibrate --out mine.json"
@@ -70,7 +72,7 @@ def _placements() -> list[Row]:
         ("cut evenly by FLOPs, PP2: times faster than glued", PIPELINE, "stages, cut evenly"),
         *(
             (
-                f"encoder colocated, TP2, images of {side} pixels: times faster than tensor-parallel",
+                f"encoder colocated, TP2, {side} pixels: times faster than tensor-parallel",
                 question,
                 "colocated",
             )
@@ -127,7 +129,7 @@ def _h200() -> list[Row]:
     command = "tools/gpu_check.sh --minutes 30 --items files,micro-batches"
     return [
         Row(
-            f"LLaVA-1.5-7B on an H200, {side[8:]}{words}: {what}",
+            f"LLaVA-1.5-7B, H200, {side[8:]}{words}: {what}",
             "gpu_vlm_h200",
             command,
             gpu("LLaVA-1.5-7B", side, figure, count),
@@ -225,11 +227,15 @@ ROWS = (
         for what, name, ranks, how in (
             ("groups that a rank makes at TP8·PP8", "groups that a rank makes", 16384, ""),
             ("requests to the store in a second", "requests to the store in a second", 16384, ""),
-            ("files of a checkpoint that all ranks open to load it", "load: opens", 1024, ", by the law of 1, 2 and 4"),
-            ("the same: `stat`", "load: stats", 1024, ", by the law of 1, 2 and 4"),
-            ("flushes of a save", "save: flushes", 1024, ", by the law of 1, 2 and 4"),
-            ("files opened to start from Hugging Face files", "start: opens", 1024, ", by the law of 1, 2 and 4"),
+            ("files of a checkpoint that all ranks open", "load: opens", 1024, ", by law"),
+            ("the same: `stat`", "load: stats", 1024, ", by law"),
+            ("flushes of a save", "save: flushes", 1024, ", by law"),
+            ("files opened to start from Hugging Face files", "start: opens", 1024, ", by law"),
         )
+    ),
+    *(
+        Row(f"start to the demo's first step{how}", "start", START, started(cold=cold), "{:.1f} s", by_the_clock=True)
+        for how, cold in (("", False), (", without compiled modules", True))
     ),
     Row(
         "export of 4 GiB: speed over reading alone",
@@ -263,6 +269,17 @@ ROWS = (
             "{:.1%}",
             by_the_clock=True,
             since=CHECKPOINT_SINCE,
+        )
+        for processes, count in ((1, "one process"), (2, "2 processes"))
+    ),
+    *(
+        Row(
+            f"step beside a save, {count}, over one alone",
+            "checkpoint",
+            CHECKPOINT,
+            with_processes(processes, "step_beside_a_save"),
+            by_the_clock=True,
+            since="2026-11-26T22:15",  # writers have a low priority
         )
         for processes, count in ((1, "one process"), (2, "2 processes"))
     ),
@@ -320,7 +337,7 @@ ROWS = (
     Row("the same from decoded frames on", "video", VIDEO, clips("pixels")),
     *(
         Row(
-            f"`--cp {cp}`, {tokens:,} tokens: {what} of the busier rank over one process's",
+            f"`--cp {cp}`, {tokens:,} tokens: busier rank's {what} over one process's",
             "context",
             "python benchmarks/context.py",
             context(tokens, cp, key),

@@ -58,6 +58,11 @@ def grown(name: str, ranks: int) -> Value:
     return lambda record: record["rows"][name]["at"][str(ranks)]
 
 
+def started(*, cold: bool) -> Value:
+    """Return a function that reads the seconds of a start of the demo's two processes."""
+    return lambda record: record["seconds"]["whole"] if (record["world"], record["cold"]) == (2, cold) else None
+
+
 def of_1024(record: dict[str, Any]) -> float | None:
     return record["processor_seconds"] if record["gpus"] == 1024 else None
 
