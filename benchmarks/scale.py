@@ -150,7 +150,7 @@ def noted(folder: Path, log: Path) -> Iterator[None]:
 
 @contextmanager
 def told(log: Path) -> Iterator[None]:
-    """Write a line to `log` for each pickled object that this rank sends: its bytes, times the ranks that receive it."""
+    """Write a line to `log` for each pickled object that this rank sends: its bytes times the ranks that receive it."""
     import torch.distributed as dist
 
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -100,7 +100,7 @@ def _needed_by_all(own: set[Any], group: dist.ProcessGroup) -> set[Any]:
     The first rank sends its set, and the others say by a byte each what they have of it: to gather all sets would take
     as many times more bytes on each rank as the group has ranks.
     """
-    sent = [list(own) if dist.get_group_rank(group, dist.get_rank()) == 0 else None]
+    sent = [list(own) if group.rank() == 0 else None]
     dist.broadcast_object_list(sent, group=group, group_src=0)
     offered = cast(list[Any], sent[0])
     if not offered:
