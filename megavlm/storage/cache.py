@@ -81,6 +81,7 @@ def _from_hub(place: str, option: str, *, weights: bool) -> Path | None:
     return _kept(home() / key, link)
 
 
+@functools.cache  # a rank asks for its model's folder ten times at its start
 def _pulled(path: Path, option: str) -> Path:
     """Return a model's file or folder unchanged. Raises UserError if it has a git-lfs pointer in place of a file."""
     with contextlib.suppress(OSError):

@@ -210,11 +210,15 @@ def test_what_cannot_be_a_name_is_a_path(place: str) -> None:
     assert hub.repository(place, "--datasets", is_data=True) is None
 
 
-def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n")
     with pytest.raises(UserError, match="is a pointer of git-lfs and not the file: run `git lfs pull`"):
         cache.local_path(str(tmp_path), "--init-from")
+    (tmp_path / "model.safetensors").write_bytes(b"w" * 1000)
+    assert cache.local_path(str(tmp_path), "--init-from") == tmp_path
+    monkeypatch.setattr(Path, "iterdir", None)  # a folder without pointers is looked through once
+    assert cache.local_path(str(tmp_path), "--init-from") == tmp_path
 
 
 @pytest.fixture(autouse=True)
