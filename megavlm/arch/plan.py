@@ -93,7 +93,7 @@ def _check_cuts(cuts: Sequence[int], *, count: int, chunks: int) -> None:
         raise UserError(f"--pipeline-cuts has {len(cuts)} places, but {chunks} chunks (PP × VPP) need {chunks - 1}")
     if list(cuts) != sorted(set(cuts)) or (cuts and not 0 < cuts[0] <= cuts[-1] < count):
         raise UserError(
-            f"--pipeline-cuts {' '.join(map(str, cuts))} must rise within 1 … {count - 1} "
+            f"--pipeline-cuts {' '.join(map(str, cuts))} must increase within 1 … {count - 1} "
             "(indices into the layer list that --dry-run prints)"
         )
 

@@ -168,7 +168,7 @@ class DataConfig:
         "Files: maximum number of image tokens per video: its frames are shrunk, then dropped; default: half of "
         "--seq-length.",
     )
-    video_sound: bool = of_files(False, "Files: hear the sound of videos.", flag=KEY_ONLY, needs=(DATASETS, AUDIO))
+    video_sound: bool = of_files(False, "Files: use the sound of videos.", flag=KEY_ONLY, needs=(DATASETS, AUDIO))
     shuffle: bool = of_files(True, "Files: shuffle samples anew in each epoch; off: use the order of the files.")
     packing: bool = of_files(
         True, "Files: pack several samples into each sequence; samples do not attend to one another."

@@ -227,8 +227,8 @@ class LoraConfig:
     dropout: Below1 = option(0.0, "Dropout probability of the input of adapters.", needs=ADAPTERS)
     targets: tuple[str, ...] = option(
         ("language",),
-        "Layers with LoRA adapters: a part (language, vision), a linear layer (q_proj), or a pattern with * and ?; "
-        "routed experts only by their name (experts).",
+        "Layers with LoRA adapters: a part (language, vision, audio), a linear layer (q_proj), or a pattern with * and "
+        "?; routed experts only by their name (experts).",
         needs=ADAPTERS,
     )
     train_router: bool = key_only(False, "Train the routers of experts besides adapters; off: they are frozen.")

@@ -160,11 +160,11 @@ QK_CLIP = Needs(lambda config: config.optimizer.qk_clip, "without --qk-clip", "a
 class OptimizerConfig(RuleOptions):
     """The update rule, learning rates and their schedule, clipping, and the loss scale of fp16."""
 
-    lr: Positive = option(None, "Peak learning rate; default: 1e-3, from given weights 1e-5.", common=TRAINING)
+    lr: Positive = option(None, "Peak learning rate; default: 1e-3, given weights: 1e-5, LoRA: 1e-4.", common=TRAINING)
     min_lr: NotNegative = option(0.0, "Learning rate after the end of the decay.")
     vision_lr: NotNegative | None = option(
         None,
-        "Peak learning rate of the vision encoder; default: --lr, or 2e-6 from given weights without --lr.",
+        "Peak learning rate of vision and audio encoders; default: --lr, or 2e-6 from given weights without --lr.",
         needs=VISION,
     )
     projector_lr: NotNegative | None = option(

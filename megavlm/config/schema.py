@@ -62,7 +62,7 @@ class TrainConfig:
 
     train_iters: Count = option(None, "Optimizer steps; default: 100, or what --epochs makes.", common=TRAINING)
     epochs: Positive | None = option(
-        None, "Times to read all --datasets, not --train-iters; default: none.", common=TRAINING, needs=DATASETS
+        None, "Epochs over --datasets instead of --train-iters; default: none.", common=TRAINING, needs=DATASETS
     )
     micro_batch_size: Count = option(1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING)
     global_batch_size: int = option(
@@ -127,10 +127,10 @@ class CheckpointConfig:
         "Resume although seed, files, shuffling or packing changed: the position in the data then means other samples.",
     )
     init_from: str | None = option(
-        None, "Hugging Face folder, name of the hub or URL to begin with; default: none.", common=MODEL
+        None, "Whole model: Hugging Face folder, hub name or URL; default: none.", common=MODEL
     )
-    vision_from: str | None = option(None, "Folder or URL of the vision encoder; default: none.", common=MODEL)
-    language_from: str | None = option(None, "Folder or URL of the language model; default: none.", common=MODEL)
+    vision_from: str | None = option(None, "Vision encoder: folder, hub name or URL; default: none.", common=MODEL)
+    language_from: str | None = option(None, "Language model: folder, hub name or URL; default: none.", common=MODEL)
     projector_from: str | None = option(
         None, "Folder or URL of a connector, such as BLIP-2's Q-Former, for --vision-from and so on; default: none."
     )

@@ -111,7 +111,7 @@ class LanguageConfig:
     add_proj_bias: bool = option(False, "Add a bias to attention's output.")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head.")
     value_norm: bool = option(False, "Normalize values (RMSNorm, no weights).")
-    layer_scalar: bool = option(False, "Multiply layer outputs by given numbers.")
+    layer_scalar: bool = option(False, "Scale layer outputs by fixed numbers.")
     post_norms: bool = option(
         False,
         "Apply a norm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
@@ -137,7 +137,7 @@ class LanguageConfig:
     )
     softmax_scale: Positive | None = option(None, "Factor of attention scores; default: 1/√(head width).")
     attention_softcap: Positive | None = option(None, "Bound c of scores x, c·tanh(x / c); default: none.")
-    attention_sinks: bool = option(False, "Learn a score of no token per head.")
+    attention_sinks: bool = option(False, "Learn a sink score per head.")
     final_softcap: Positive | None = option(None, "Bound c of logits x, c · tanh(x / c); default: none.")
     logit_scale: Positive = option(1.0, "Factor of logits (Cohere).")
     embedding_scale: Positive = option(

@@ -26,7 +26,7 @@ class VisionConfig:
     num_layers: int = option(4, "Layers of the vision encoder; 0: none, text only.", valid=TOWER)
     hidden_size: Count = option(128, "Hidden size of the vision encoder.")
     ffn_hidden_size: Count = option(256, "Inner width of the vision MLP.")
-    num_attention_heads: Count = option(8, "Heads; zero heads pad it for TP.")
+    num_attention_heads: Count = option(8, "Heads; padded with zeros for TP.")
     num_query_groups: Count | None = option(
         None, "Number of key/value heads of the vision encoder (grouped-query attention); default: the number of heads."
     )
@@ -101,7 +101,7 @@ class VisionConfig:
     post_norm: bool = option(
         True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
     )
-    encoder_free: bool = option(False, "No layers; embedded pixels, normalized.")
+    encoder_free: bool = option(False, "Embed patches, without any layers.")
     feature_layer: int = option(
         -1, "Layer whose output the projector receives, from the end: -1 is the last layer, -2 the one before it."
     )
@@ -133,7 +133,7 @@ class AudioConfig:
     num_layers: int = option(0, "Layers of the audio encoder; 0: none.", valid=TOWER)
     hidden_size: Count = option(128, "Hidden size of the audio encoder, even.", needs=AUDIO)
     ffn_hidden_size: Count = option(256, "Inner width of the audio encoder's MLP.", needs=AUDIO)
-    num_attention_heads: Count = option(8, "Heads; zero heads pad it for TP.", needs=AUDIO)
+    num_attention_heads: Count = option(8, "Heads; padded with zeros for TP.", needs=AUDIO)
     mel_bins: Count = option(128, "Mel frequencies; 100 frames a second.", needs=AUDIO)
     chunk_frames: Count = option(
         200, "Mel frames per chunk, even; convolutions, positions and attention stay within a chunk.", needs=AUDIO
@@ -144,4 +144,4 @@ class AudioConfig:
         "(Qwen3-Omni); default: two over time, and features of two positions.",
         needs=AUDIO,
     )
-    window_chunks: Count = option(1, "Chunks that attend to one another.", needs=AUDIO)
+    window_chunks: Count = option(1, "Chunks per attention window.", needs=AUDIO)

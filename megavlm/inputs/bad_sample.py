@@ -104,4 +104,4 @@ class SkipSummary:
         most = max(self.counts.values())
         reason = min(reason for reason, count in self.counts.items() if count == most)
         remedy = remedies.get(reason, _LOOK.format(preview=program("preview")))
-        return f"{most} × {reason}, as {self.examples[reason]}. To mend it, {remedy}"
+        return f"{most} × {reason}, as {self.examples[reason]}. To fix it, {remedy}"

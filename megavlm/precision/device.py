@@ -71,7 +71,7 @@ def _check_linear_attention(device: Device) -> None:
     """Raise UserError if the installed linear attention kernels (`model/delta_rule.py`) cannot train on this GPU."""
     fla, triton = _version_of("fla-core"), _version_of("triton") or "none"
     if fla is None or fla < Version("0.6"):
-        raise UserError(f"linear attention on a GPU needs fla-core 0.6, not {fla}: pip install 'megavlm[linear]'")
+        raise UserError(f"linear attention on a GPU needs fla-core 0.6, not {fla}: pip install 'fla-core>=0.6'")
     if device.capability == (9, 0) and triton in WRONG_ON_HOPPER and find_spec("tilelang") is None:
         raise UserError(
             f"linear attention on {device.name} has wrong gradients with Triton {triton}: pip install tilelang, or a "

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         worst = max(found.rows, key=lambda row: row.difference / row.allowed)
         print(f"all {len(found.rows)} agree within rounding; the farthest apart is {worst}")
         return 0
-    print(f"they part at {parted}\n")
+    print(f"they diverge at {parted}\n")
     at = list(found.rows).index(parted)
     shown = found.rows[max(0, at - _BEFORE) : at + _AFTER]
     width = max(len(row.name) for row in shown)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        description="Say at which layer two models part by more than rounding explains.", allow_abbrev=False
+        description="Name the first layer where two models diverge by more than rounding explains.", allow_abbrev=False
     )
     for name in ("a", "b"):
         parser.add_argument(name, type=Path, metavar=name.upper(), help="Run, checkpoint, or Hugging Face folder.")

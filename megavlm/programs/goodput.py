@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(description="Say what runs' time went to.", allow_abbrev=False)
+    parser = Parser(description="Say where the time of runs went.", allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="Folders of runs, as given to --run-dir.")
     parser.add_argument("--json", action="store_true", help="Print the summary, and what each restart cost, as JSON.")
     return parser

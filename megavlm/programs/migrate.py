@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "DeepSpeed's JSON, the YAML of Accelerate, LLaMA-Factory, ms-swift or Megatron-LM, or a script with a command"
     )
     add("files", metavar="FILE", nargs="+", type=Path, help=f"{what}; files that belong together are given together.")
-    add("--from", dest="kind", choices=migration.KINDS, help="What FILE is; default: told by its keys.")
+    add("--from", dest="kind", choices=migration.KINDS, help="Trainer of FILE; default: detected from its keys.")
     add("--world-size", type=count, help="Number of processes, which makes the global batch; default: FILE's.")
     add("--to", choices=["deepspeed", "fsdp"], help="Convert config.yaml of a run to this, as far as it can say it.")
     add("--out", type=Path, help="File to write; default: config.yaml, ds_config.json or fsdp.yaml.")

@@ -156,7 +156,7 @@ def _copy(folder: Path, store: Store, sizes: Mapping[str, int]) -> None:
             f"needs {needed / 1e9:.1f} GB in {home()}, where {free / 1e9:.1f} are free: delete copies there, or set "
             "MEGAVLM_CACHE to a folder on a larger disk"
         )
-    print(f"copies {store.url} ({needed / 1e9:.3f} GB) to {folder}", flush=True)
+    print(f"copying {store.url} ({needed / 1e9:.3f} GB) to {folder}", flush=True)
 
     def fetch(name: str, moved: Moved) -> None:
         store.download(name, temporary / name, moved)

@@ -169,7 +169,7 @@ class _Fetch:
     def files(self, names: Sequence[str]) -> Path:
         """Fetch the named files and return their folder in the cache. Raises UserError or _Unreachable."""
         if (size := sum(self.sizes[name] for name in names)) > 1e6:
-            print(f"fetches {self.wanted.name} ({size / 1e9:.3f} GB) to {cache()}", flush=True)
+            print(f"fetching {self.wanted.name} ({size / 1e9:.3f} GB) to {cache()}", flush=True)
         with self._errors():
             # By the revision's name, so that the cache stores its commit.
             folder = self._library.snapshot_download(

@@ -214,7 +214,7 @@ def _choose(wanted: Fetch, skipped: set[str]) -> StoredCheckpoint | UserError | 
                 _leave_out(wanted, candidate, problem)
                 continue
             _check_room(candidate, wanted.root)
-            print(f"copies {candidate.folder.url} ({candidate.bytes / 1e9:.3f} GB) to {wanted.root}", flush=True)
+            print(f"copying {candidate.folder.url} ({candidate.bytes / 1e9:.3f} GB) to {wanted.root}", flush=True)
             return candidate
     except StoreError as error:
         if newest < 0:

@@ -529,7 +529,7 @@ def test_the_command_says_where_two_folders_part(tmp_path: Path, single: Any, ca
     settings["image_mean"][0] += 0.1
     (other / "preprocessor_config.json").write_text(json.dumps(settings))
     assert compare.main([str(folder), str(other), data]) == 1
-    assert "they part at inputs.patches " in capsys.readouterr().out
+    assert "they diverge at inputs.patches " in capsys.readouterr().out
     assert compare.main([str(run), str(tmp_path / "out"), data, "--dtype", "fp32", "bf16", "--gradients"]) == 0
     assert compare.main([str(run), str(folder), data, "--transformers"]) == 0
     assert compare.main([str(run), str(folder), "--dtype", "fp32", "bf16", "fp16"]) == 2

@@ -73,7 +73,7 @@ class MeetingHost:
             self._read(0.5)
             if time.monotonic() > report:
                 missing = sorted(set(range(1, self._node.nodes)) - set(self._guests))
-                print(f"waits for machines {', '.join(map(str, missing))}", flush=True)
+                print(f"waiting for machines {', '.join(map(str, missing))}", flush=True)
                 report += _REPORT
         self._attempt += 1
         self._members, self._parts = dict(self._guests), {}
@@ -189,7 +189,7 @@ class Guest:
                 self._over = None
                 return int(message["begin"])
             if time.monotonic() > report:
-                print(f"waits for machine 0 at {self._node.address}:{self._node.port}, or for others", flush=True)
+                print(f"waiting for machine 0 at {self._node.address}:{self._node.port}, or for others", flush=True)
                 report += _REPORT
 
     def over(self) -> tuple[int | None] | None:

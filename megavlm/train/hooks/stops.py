@@ -109,7 +109,7 @@ class SkippedSamples(RankHook):
         after = "continues, with --accept-changed-data if it changes the data" if keeps else "begins anew"
         return TooManySkipped(
             f"{tally.skipped_now} of {tally.read_now} samples were skipped, more than --max-bad-sample-rate {most}: "
-            f"{SkipSummary().merged(found).message()}. {self._run.run_dir / 'skipped'} lists all; the mended "
+            f"{SkipSummary().merged(found).message()}. {self._run.run_dir / 'skipped'} lists all; the corrected "
             f"command {after}"
         )
 

@@ -117,7 +117,7 @@ def test_linear_attention_on_a_gpu_is_refused_without_kernels_that_train(monkeyp
         check_device(parse("--transformer-impl torch".split()))
         versions["triton"] = "3.6.0"
         with pytest.raises(
-            UserError, match=r"0\.6, not 0\.5\.2: pip install 'megavlm\[linear\]'|gradients with Triton 3\.6"
+            UserError, match=r"0\.6, not 0\.5\.2: pip install 'fla-core>=0\.6'|gradients with Triton 3\.6"
         ):
             check_device(hybrid)
     for versions["triton"] in ("3.3.1", "3.7.1"):
