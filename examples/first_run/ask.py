@@ -1,4 +1,4 @@
-"""Ask a Hugging Face folder about an image: `python ask.py FOLDER IMAGE QUESTION`. Uses Transformers alone."""
+"""Ask a Hugging Face folder about an image: `python ask.py FOLDER IMAGE QUESTION`. It uses Transformers alone."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def tower_merge(vision: VisionConfig) -> int:
 
 
 def audio_tower(model: ModelConfig) -> VisionConfig:
-    """Return the layers of the audio encoder as those of a vision encoder, which they are but for a bias of keys.
+    """Return the options of the audio encoder's layers as a vision encoder's; they differ by a bias of keys alone.
 
     A bias of keys adds the same number to all scores of a query, so that softmax and gradients do not depend on it.
     """

@@ -20,7 +20,7 @@ AUDIO = Needs(
 class VisionConfig:
     """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL.
 
-    Without layers there is no projector either, and all other options of both mean nothing, unless it is encoder-free.
+    Without layers there is no projector, and the other options of both have no effect, unless `encoder_free` is set.
     """
 
     num_layers: int = option(4, "Layers of the vision encoder; 0: none, text only.", valid=TOWER)

@@ -1,7 +1,7 @@
 """Gemma 4 (31B and 26B-A4B): a tower with 2-D positions, pooled patches, and layers of two kinds in the language model.
 
-Layers without a sliding window have wider and fewer key heads, which serve as values, and images attend both ways in
-the others alone.
+Layers without a sliding window have wider and fewer key heads, whose keys serve as values. In the other layers alone,
+tokens of an image attend to one another in both directions.
 """
 
 from __future__ import annotations

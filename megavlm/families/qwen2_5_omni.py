@@ -163,7 +163,7 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
 @dataclass(frozen=True, kw_only=True)
 class OmniVideo(QwenVideo):
-    """Qwen2.5-VL's videos with the time of a group from the rate that was asked for, whatever the clip's."""
+    """Qwen2.5-VL's videos, but the times of groups follow from the requested frame rate, whatever the clip's."""
 
     def layout(self, clip: Clip, budget: Budget) -> Layout:
         found = super().layout(clip, budget)
@@ -180,7 +180,7 @@ def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Om
 
 
 def video_fields(options: Json, model: ModelConfig, *, size: Json) -> dict[str, Any]:
-    """Return fields of `OmniVideo`; Transformers' processor has bounds of pixels `size`, and takes none from files."""
+    """Return the fields of `OmniVideo`, with the pixel bounds `size`: Transformers' processor reads none from files."""
     bounds = {"min_pixels": None, "max_pixels": None, "size": size}
     kept = {name: value for name, value in {**options, **bounds}.items() if value is not None}
     steps = model.video_steps_per_second
@@ -188,7 +188,7 @@ def video_fields(options: Json, model: ModelConfig, *, size: Json) -> dict[str, 
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the image processor, with what WhisperFeatureExtractor's options in the same file say of sounds."""
+    """Return the image processor, with that of sounds by WhisperFeatureExtractor's options in the same file."""
     built: Any = qwen_vl.build_processor(options, model, shared)
     longest = RATE * options.get("chunk_length", 300)
     marks = {"text": AUDIO, "start": "<|audio_bos|>", "end": "<|audio_eos|>"}

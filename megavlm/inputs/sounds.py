@@ -41,9 +41,9 @@ class Sound:
 class SoundProcessor:
     """Turns the sounds of one model into mel features and text. `number` is the id of the audio token `text`.
 
-    With `padded`, silence follows a sound, as in a reference that fills it up to `longest`. Otherwise the end is as
-    where a sound is alone in a batch: frames that reach beyond it are reflected, and begin before the last whole hop.
-    The sound of a video takes turns with its features, each for `turn` M-RoPE steps of time; None: as in `with_sound`.
+    With `padded`, silence follows a sound, as in a reference that pads sounds to `longest`. Otherwise the end is that
+    of a sound alone in a batch: the signal is reflected there, and each frame begins before the last whole hop. Sound
+    and frames of a video are interleaved, `turn` M-RoPE steps of each at a time; None: as in `with_sound`.
     """
 
     audio: AudioConfig
@@ -66,7 +66,7 @@ class SoundProcessor:
     def mels(self, samples: NDArray[np.float32]) -> Tensor:
         """Return the log-mel features [T, M] fp32 of samples [n] between −1 and 1, of which `longest` are read.
 
-        The frames in which a padded sound ends count for the loudest power, from which the range is measured.
+        Of a padded sound, the frames at its end count for the maximum, below which quieter values are clamped.
         """
         import torch
 
@@ -84,9 +84,9 @@ class SoundProcessor:
 
 
 def with_sound(video: Layout, sound: Layout, *, turn: int | None) -> Layout:
-    """Return the layout of a video and its sound, whose tokens take turns, each for `turn` M-RoPE steps of time.
+    """Return the layout of a video and its sound, with tokens interleaved, `turn` M-RoPE steps of each at a time.
 
-    None: the sound follows each group of frames, and marks have positions of their own (Qwen3-Omni).
+    If `turn` is None, its sound follows each group of frames, and marks have positions of their own (Qwen3-Omni).
     """
     assert video.film is not None
     shares_marks = turn is not None
@@ -105,7 +105,7 @@ def with_sound(video: Layout, sound: Layout, *, turn: int | None) -> Layout:
 
 
 def in_turn(video: NDArray[np.int64], pieces: Sequence[int]) -> tuple[NDArray[np.int64], int]:
-    """Return the positions [3, tokens] of a video and its sound in turns, given the video's, and the first free one.
+    """Return positions [3, tokens] of a video interleaved with its sound, given the video's, and the first free one.
 
     Features of the sound have the positions 0, 1, …; the first free one follows those of the last turn.
     """

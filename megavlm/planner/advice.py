@@ -35,7 +35,7 @@ class Advice:
 
     @property
     def space(self) -> Space:
-        """Return what is tried: this layout with any micro-batch and recomputation."""
+        """Return the space to search: this layout with any micro-batch and recomputation."""
         space = Space((self.tp,), (self.pp,), (1,), ("1f1b",), sharding=(self.sharding,), cp=(1,))
         return replace(space, placement=("stages",), offload=())
 

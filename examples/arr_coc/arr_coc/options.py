@@ -1,4 +1,4 @@
-"""The options of `arr_coc`: flags --arr-coc-…, and the section of that name in files."""
+"""The options of `arr_coc`, keys of `model.projector.connectors.arr_coc` in files and of --set."""
 
 from __future__ import annotations
 
