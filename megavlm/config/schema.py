@@ -126,11 +126,9 @@ class CheckpointConfig:
         False,
         "Resume although seed, files, shuffling or packing changed: the position in the data then means other samples.",
     )
-    init_from: str | None = option(
-        None, "Whole model: Hugging Face folder, hub name or URL; default: none.", common=MODEL
-    )
-    vision_from: str | None = option(None, "Vision encoder: folder, hub name or URL; default: none.", common=MODEL)
-    language_from: str | None = option(None, "Language model: folder, hub name or URL; default: none.", common=MODEL)
+    init_from: str | None = option(None, "Whole model (folder, hub name, URL); default: none.", common=MODEL)
+    vision_from: str | None = option(None, "Vision encoder (folder, hub name, URL); default: none.", common=MODEL)
+    language_from: str | None = option(None, "Language model (folder, hub name, URL); default: none.", common=MODEL)
     projector_from: str | None = option(
         None, "Folder or URL of a connector, such as BLIP-2's Q-Former, for --vision-from and so on; default: none."
     )

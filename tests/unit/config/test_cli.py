@@ -158,7 +158,7 @@ def test_help_all_lists_all_flags_with_defaults(capsys, monkeypatch):
         assert name in text.split("Recipes:")[1]
     assert "Random seed of weights, data order and dropout. (default: 1234)" in text
     assert "how often. (default: on)" in text
-    assert "Whole model: Hugging Face folder, hub name or URL; default: none." in text
+    assert "Whole model (folder, hub name, URL); default: none." in text
     assert "  Parts to freeze; default: none, LoRA: those without adapters.\n" in text
     assert "\n  --tensor-model-parallel-size, --tp N  Number" in text
     assert "\n  --precision {fp32,bf16,fp16}|none  Type" in text
