@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,7 @@ from megavlm.data.file_source import FilesSource
 from megavlm.data.records import open_records
 from megavlm.data.sampler import bins_of
 from megavlm.data.source import Source
-from megavlm.data.types import EncodedRecord, HeldOut, ImageRef
+from megavlm.data.types import EncodedRecord, HeldOut, ImageRef, Segment
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, SkipSummary
 from megavlm.inputs.vision_inputs import Channels, measured, vision_input_of
@@ -34,6 +37,8 @@ DEAR = 0.03  # fraction of a run's time above which validation prints how to red
 _LOOKED_AT = 64  # samples whose length is read before the run
 _BINS = 40  # sequences that are packed to estimate the number of samples per sequence
 _NAMED = 6  # most data sets that a line names
+_LOADING = 2.0  # seconds of loading after which no further sample is loaded
+_MOST_WORKERS = 64  # most data workers of a replica that a line advises
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,54 @@ def data_table(config: Config, source: Source) -> str:
     if lost := skipped.counts.total():
         lines.append(f"{lost} of the first {len(records)} records are skipped: {skipped.message()}")
     return "\n".join(lines)
+
+
+def loading_line(config: Config, source: Source, *, replicas: int, step: float) -> str | None:
+    """Return the line of a dry run that says whether `--num-workers` keep up with training steps of `step` seconds.
+
+    The first samples are encoded and loaded for it, on this machine. Returns None if none of them can be used.
+    """
+    began = perf_counter()
+    first = [record for _, record in source.first_records(_LOOKED_AT)]
+    encoding = perf_counter() - began
+    usable = [(number, record) for number, record in enumerate(first) if record.samples]
+    if (held := _per_sequence(config, first)) is None:
+        return None
+    encoding, loading, began = encoding / len(usable), 0.0, perf_counter()
+    for loaded, (number, record) in enumerate(usable, start=1):
+        with suppress(BadSample):
+            for encoded in record.samples:
+                source.load(Segment(number, encoded))
+        loading = (perf_counter() - began) / loaded
+        if loaded * loading > _LOADING:
+            break
+    sequences, of_one, windows = config.train.global_batch_size, config.train.micro_batch_size, source.windows(config)
+    window = len(windows.samples(0))  # a record that comes several times in one is encoded once
+    seconds = partial(
+        prepared_in,
+        micro_batches=sequences // (replicas * of_one),
+        loading=of_one * held * loading,
+        # Each replica encodes all samples, so that all pack the same sequences.
+        encoding=sequences * held * encoding * min(1.0, (windows.epoch or window) / window),
+    )
+    workers = max(1, config.data.num_workers)
+    line = (
+        f"data: a sample takes {rounded(1000 * encoding)} ms to encode and {rounded(1000 * loading)} ms to load here, "
+        f"so --num-workers {config.data.num_workers} prepares a step in {rounded(seconds(workers))} s; it trains for "
+        f"{rounded(step)} s"
+    )
+    enough = next((count for count in range(workers, _MOST_WORKERS + 1) if seconds(count) <= step), None)
+    if enough is None:
+        return f"{line}: no number suffices, so make images or --mbs smaller"
+    return line if enough == workers else f"{line}: --num-workers {enough} would suffice"
+
+
+def prepared_in(workers: int, micro_batches: int, *, loading: float, encoding: float) -> float:
+    """Return the seconds in which workers prepare the data of a step.
+
+    `loading` are those of one micro-batch, which one worker loads, and `encoding` those of all samples of a step.
+    """
+    return max(math.ceil(micro_batches / workers) * loading, (micro_batches * loading + encoding) / workers)
 
 
 def rounded(number: float) -> str:

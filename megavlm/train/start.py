@@ -61,11 +61,13 @@ def dry_run(config: Config, *, world: int) -> None:
         print(host_line(step.host, dims.world, hardware))
     if config.data.datasets:
         from megavlm.data.file_source import FilesSource
-        from megavlm.data.survey import data_table, with_counted_length
+        from megavlm.data.survey import data_table, loading_line, with_counted_length
 
         source = FilesSource(config)
         config = with_counted_length(config, source)
         print(data_table(config, source))
+        if line := loading_line(config, source, replicas=dims.dp, step=step.seconds):
+            print(line)
         for warning in source.warnings():
             print(f"warning: {warning}")
     if config.evaluation.sample_interval:

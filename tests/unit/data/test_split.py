@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DatasetConfig
-from megavlm.data import file_source
+from megavlm.data import file_source, survey
 from megavlm.data.collate import CollateSpec
 from megavlm.data.file_source import FilesSource
 from megavlm.data.prompts import choose_prompts
@@ -23,7 +24,7 @@ from megavlm.data.records.containers import is_held_out, key_of
 from megavlm.data.sample_order import in_turn
 from megavlm.data.sampler import Windows
 from megavlm.data.source import HeldOutPrompt
-from megavlm.data.survey import data_table, run_length, with_counted_length
+from megavlm.data.survey import data_table, loading_line, run_length, with_counted_length
 from megavlm.data.types import HeldOut
 from megavlm.errors import UserError
 from megavlm.rules.defaults import resolve
@@ -191,6 +192,26 @@ def test_an_epoch_has_each_record_of_several_data_sets_once(folder: Path) -> Non
             assert "warning" not in told
         else:
             assert "with weights an epoch does not have each record once" in told
+
+
+@pytest.mark.parametrize(
+    ("step", "flags", "replicas", "said"),
+    [
+        (16, "", 1, "prepares a step in 16 s; it trains for 16 s"),
+        (2.5, "", 1, "prepares a step in 16 s; it trains for 2.5 s: --num-workers 7 would suffice"),
+        (2.5, "", 4, "prepares a step in 10 s; it trains for 2.5 s: --num-workers 4 would suffice"),
+        (12, "--packing-window 100", 1, "prepares a step in 12 s; it trains for 12 s"),  # of 50 records
+        (1, "", 1, "prepares a step in 16 s; it trains for 1 s: no number suffices, so make images or --mbs smaller"),
+    ],
+)
+def test_a_dry_run_says_how_many_workers_keep_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: float, flags: str, replicas: int, said: str
+) -> None:
+    """By a clock that says that each of 64 samples takes a second to encode, and one to load."""
+    monkeypatch.setattr(survey, "perf_counter", chain([0.0, 64.0], map(float, count(100))).__next__)
+    config = config_of(folder, f"--no-packing --global-batch-size 8 --micro-batch-size 2 {flags}")
+    line = loading_line(config, FilesSource(config), replicas=replicas, step=step)
+    assert line == f"data: a sample takes 1,000 ms to encode and 1,000 ms to load here, so --num-workers 0 {said}"
 
 
 def test_many_records_are_estimated_from_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
