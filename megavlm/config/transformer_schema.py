@@ -175,8 +175,7 @@ class LanguageConfig:
     v_head_dim: Count = option(128, "Latent attention: width of a value head.", needs=LATENTS)
     rope_attention_factor: Positive = option(
         1.0,
-        "Latent attention: factor of the channels that rotate (YaRN's, from mscale and mscale_all_dim).",
-        needs=LATENTS,
+        "Factor of the channels that rotate, where others do not (YaRN's, of latent attention and partial rotation).",
     )
     attention_output_gate: bool = option(
         False, "Multiply the output of attention by the sigmoid of a projection of its input (Qwen3.5)."

@@ -20,7 +20,7 @@ from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, 
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.experts import glm_experts
 from megavlm.families.shared.family import Family, NamePrefixes, Predictors
-from megavlm.families.shared.language import is_tied, language_table, predictor_table
+from megavlm.families.shared.language import is_tied, language_table, partly_turning, predictor_table
 from megavlm.families.shared.qwen_vl import (
     PREFIXES,
     NativeResolution,
@@ -88,12 +88,8 @@ def moe_config(settings: Settings) -> ModelConfig:
 def _moe_language(text: Settings, *, tied: bool) -> LanguageConfig:
     """Return the language model of a Glm4vMoeTextConfig. `attention_bias` applies to q, k and v, not to the output."""
     unbiased = Settings({name: value for name, value in text.values.items() if name != "attention_bias"}, text.where)
-    rope = {**text.get("rope_scaling", {}), **text.get("rope_parameters", {})}
-    return replace(
-        text_model(unbiased, kind="llama", tied=tied, section=(8, 12, 12), interleaved=False),
-        add_qkv_bias=text.get("attention_bias", True),
-        rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.5)),
-    )
+    found = text_model(unbiased, kind="llama", tied=tied, section=(8, 12, 12), interleaved=False)
+    return partly_turning(replace(found, add_qkv_bias=text.get("attention_bias", True)), text, 0.5)
 
 
 def _model(settings: Settings, text: LanguageConfig, *, image_token: int) -> ModelConfig:
@@ -127,13 +123,8 @@ def language(text: Settings, *, kind: str, tied: bool) -> LanguageConfig:
 
     Rotary embeddings are interleaved, and may apply to a part of each head.
     """
-    rope = {**text.get("rope_scaling", {}), **text.get("rope_parameters", {})}
-    return replace(
-        text_model(text, kind=kind, tied=tied, section=(8, 12, 12), interleaved=False),
-        post_norms=True,
-        rotary_interleaved=True,
-        rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)),
-    )
+    found = text_model(text, kind=kind, tied=tied, section=(8, 12, 12), interleaved=False)
+    return partly_turning(replace(found, post_norms=True, rotary_interleaved=True), text, 1.0)
 
 
 def vision(tower: Settings, **options: Any) -> VisionConfig:

@@ -14,7 +14,7 @@ from megavlm.config.schema import LanguageConfig, ModelConfig
 from megavlm.families import qwen3_vl
 from megavlm.families.shared.experts import shared_qwen_experts
 from megavlm.families.shared.family import NamePrefixes, Predictors
-from megavlm.families.shared.language import predictor_table, types_of_layers
+from megavlm.families.shared.language import partly_turning, predictor_table, types_of_layers
 from megavlm.families.shared.qwen_vl import text_model as qwen_text_model
 from megavlm.families.shared.qwen_vl import with_defaults, with_experts
 from megavlm.families.shared.settings import Settings, refuse
@@ -85,12 +85,11 @@ def hybrid(language: LanguageConfig, text: Settings) -> LanguageConfig:
         refuse(text, "attn_output_gate", "attention is known with a gate on its output")
     if text.need("linear_num_value_heads") % text.need("linear_num_key_heads"):
         refuse(text, "linear_num_value_heads", "each key head serves as many value heads")
-    layers, rope = language.num_layers, text.section("rope_parameters")
+    layers = language.num_layers
     interval = text.get("full_attention_interval", 4)
     usual = ["full_attention" if (number + 1) % interval == 0 else "linear_attention" for number in range(layers)]
     return replace(
-        language,
-        rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25)),
+        partly_turning(language, text, 0.25),
         attention_output_gate=True,
         apply_layernorm_1p=True,
         linear_attention_layers=types_of_layers(text, usual, "linear_attention", "full_attention"),

@@ -30,6 +30,7 @@ class Rotation(NamedTuple):
     angles: Tensor  # float32
     cos: Tensor  # in the type that layers compute in, as in Transformers
     sin: Tensor
+    factor: float = 1.0  # by which cos and sin are multiplied
 
     @property
     def of_axes(self) -> bool:
@@ -38,13 +39,13 @@ class Rotation(NamedTuple):
 
     def axes(self) -> tuple[Rotation, ...]:
         """Return the rotation of each half of a head."""
-        return tuple(Rotation(*parts) for parts in zip(*(x.split(1, dim=2) for x in self), strict=True))
+        return tuple(Rotation(*parts) for parts in zip(*(x.split(1, dim=2) for x in self[:3]), strict=True))
 
 
 def rotation(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotation:
     """Return the rotary angles with cos and sin in `dtype`, both multiplied by `factor`."""
     cos, sin = ((x if factor == 1 else x * factor).to(dtype) for x in (angles.cos(), angles.sin()))
-    return Rotation(angles, cos, sin)
+    return Rotation(angles, cos, sin, factor)
 
 
 class Rotary:
@@ -166,8 +167,9 @@ def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
     angles = moved.float() * frequencies(language, device=positions.device)
     if language.rotary_interleaved:
         both = angles.repeat_interleave(2, dim=-1)
-        width = both.shape[-1] if is_latent(language) else language.kv_channels
-        return F.pad(both, (0, width - both.shape[-1]))[:, :, None]  # channels that do not rotate
+        if is_latent(language) or language.rope_attention_factor != 1:
+            return both[:, :, None]
+        return F.pad(both, (0, language.kv_channels - both.shape[-1]))[:, :, None]  # channels that do not rotate
     return torch.cat([angles, angles], dim=-1)[:, :, None]
 
 

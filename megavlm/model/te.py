@@ -76,7 +76,8 @@ def te_activations() -> dict[str, Activation]:
 class TeRotary(Rotary):
     """Rotary embedding with one kernel forward and one backward, or one for each tensor if queries and keys have norms.
 
-    The kernels take fp32 angles [S, 1, 1, D]. If rows have angles of their own, the rows are concatenated.
+    The kernels take fp32 angles [S, 1, 1, D], and no factor. If rows have angles of their own, the rows are
+    concatenated.
     """
 
     def __init__(self, rotate: Any, *, interleaved: bool = False) -> None:
@@ -84,6 +85,7 @@ class TeRotary(Rotary):
         from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
         from transformer_engine.pytorch.utils import SplitAlongDim
 
+        super().__init__(interleaved=interleaved)
         self._rotate, self._split, self._both = rotate, SplitAlongDim, apply_fused_qkv_rotary_pos_emb
         self._pairs = {"interleaved": interleaved}
 
@@ -93,12 +95,15 @@ class TeRotary(Rotary):
         return query.reshape(*query.shape[:2], -1, sizes[1]), key, value
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        if rotation.of_axes:
+        if rotation.of_axes or rotation.factor != 1:
             return super().rotate(x, rotation)
         flat, angles = _in_one_row(x, rotation.angles)
         return self._rotate(flat, angles, **self._pairs).view(x.shape)
 
     def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
+        if rotation.factor != 1:
+            query, key, value = self.split(mixed, sizes)
+            return self.rotate(query, rotation), self.rotate(key, rotation), value
         flat, angles = _in_one_row(mixed, rotation.angles)
         heads = self._both(flat, angles, angles, sizes, **self._pairs)
         query, key, value = (x.view(*mixed.shape[:2], *x.shape[2:]) for x in heads)

@@ -28,9 +28,12 @@ from tests.support.covering import fast_and_slow, slow
 from tests.support.harness import Single, difference
 from tests.support.tiny_models import (
     DEEPSEEK,
+    GLM_ROPE,
     IMAGES,
+    LONGER,
     MODELS,
     PLAIN_LATENTS,
+    QWEN3_5,
     QWEN3_MOE,
     VIDEOS,
     config_of,
@@ -77,6 +80,14 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
         IMAGES["internvl"],
     ),
     "glm4v-moe-groups": (partial(tiny, "glm4v-moe", text={"n_group": 4, "topk_group": 2}), IMAGES["glm"]),
+    # YaRN's factor is one of rotating channels alone.
+    **{
+        f"{name}-yarn": (
+            partial(tiny, name, text={"rope_parameters": {**rope, **LONGER}}),
+            images_of(name),
+        )
+        for name, rope in (("qwen3.5", QWEN3_5["rope_parameters"]), ("glm4v", GLM_ROPE))
+    },
 }
 
 

@@ -44,12 +44,13 @@ ADAPTED = replace(_BASE, model=replace(_BASE.model, freeze=()), lora=LoraConfig(
 MLPS = {"swiglu": 2, "dswiglu": 2}
 # Calls of its kernels in a pass through two vision layers and two language layers.
 KERNELS = {
-    **dict.fromkeys(("plain", "parallel"), MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2}),
+    "plain": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
+    "parallel": MLPS | {"split: joined": 4},
     "rich": MLPS | {"qgelu": 2, "dqgelu": 2, "split: joined": 4, "rope": 4, "rope backward": 4},
     "adapted": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
     "masked": {"geglu": 2, "dgeglu": 2, "split: joined": 4, "rope": 4, "rope backward": 4},
     "windowed": MLPS | {"qkv rope": 4, "qkv rope backward": 4},
-    "hybrid": MLPS | {"split: joined": 2, "rope": 2, "rope backward": 2},
+    "hybrid": MLPS | {"split: joined": 2},
     "outputs": MLPS | {"split: joined": 4, "rope": 2, "rope backward": 2},
     "mixture": {"swiglu": 3, "dswiglu": 3, "split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
 }
@@ -74,15 +75,17 @@ EXPERTS = ExpertsConfig(
     num_experts=4, ffn_hidden_size=32, shared_ffn_hidden_size=48, shared_gate=True, dense_layers=(0,)
 )
 MIXTURE = replace(base(), model=replace(base().model, experts=EXPERTS))
+# Half of a head rotates, and is multiplied by a number that the kernels do not take.
+SCALED = {"rotary_percent": 0.5, "rope_attention_factor": 1.3}
 # Linear attention, then softmax attention with an output gate.
 HYBRID = base(
     linear_attention_layers=(0,), linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-    linear_value_head_dim=12, linear_conv_kernel_dim=4, attention_output_gate=True, qk_norm=True,
+    linear_value_head_dim=12, linear_conv_kernel_dim=4, attention_output_gate=True, qk_norm=True, **SCALED,
 )  # fmt: skip
 # Norms of outputs alone, bounded logits, and of two layers one that does not rotate.
 OUTPUTS = base(input_norms=False, post_norms=True, qk_norm=True, no_rope_layers=(1,), final_softcap=1.5)
 # One norm for attention and MLP, without a bias.
-PARALLEL = base(parallel_block=True, normalization="LayerNorm", logit_scale=0.3)
+PARALLEL = base(parallel_block=True, normalization="LayerNorm", logit_scale=0.3, **SCALED)
 CONFIGS = {
     "plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED, "masked": MASKED, "hybrid": HYBRID,
     "mixture": MIXTURE, "outputs": OUTPUTS, "parallel": PARALLEL,

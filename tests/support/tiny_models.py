@@ -32,6 +32,8 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 64},
     **{"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1},
 }
+# What makes positions of other models longer.
+LONGER = {name: YARN[name] for name in ("rope_type", "factor", "original_max_position_embeddings")}
 QWEN2 = {"model_type": "qwen2", **TEXT}
 QWEN3 = {"model_type": "qwen3", **TEXT, "head_dim": 12}
 QWEN3_MOE = {  # weights of a token's experts that add up to less than 1

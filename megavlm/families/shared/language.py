@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, MTP_INPUT, MTP_NORM, OUTPUT
@@ -252,6 +253,16 @@ def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
         "rope_beta_slow": float(rope.get("beta_slow") or 1),
         "softmax_scale": None if grown == 1 else grown**2 / math.sqrt(width),
     }
+
+
+def partly_turning(language: LanguageConfig, text: Settings, usual: float) -> LanguageConfig:
+    """Return a model of which a share of each head's channels rotates, by default `usual`: YaRN scales these alone."""
+    rope = _rope_settings(text)
+    share = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor", usual)
+    scaled: dict[str, Any] = {}
+    if share < 1 and language.rope_scaling == "yarn":
+        scaled = {"softmax_scale": None, "rope_attention_factor": _attention_factor(rope)}
+    return replace(language, rotary_percent=share, **scaled)
 
 
 def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
