@@ -85,6 +85,7 @@ def hybrid(language: LanguageConfig, text: Settings) -> LanguageConfig:
         refuse(text, "attn_output_gate", "attention is known with a gate on its output")
     if text.need("linear_num_value_heads") % text.need("linear_num_key_heads"):
         refuse(text, "linear_num_value_heads", "each key head serves as many value heads")
+    text.require("output_gate_type", "swish", "silu", why="linear attention is known with a SiLU gate")
     layers = language.num_layers
     interval = text.get("full_attention_interval", 4)
     usual = ["full_attention" if (number + 1) % interval == 0 else "linear_attention" for number in range(layers)]

@@ -91,6 +91,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4v_moe", {"text_config": {**GLM_MOE, "norm_topk_prob": False}}, "norm_topk_prob = False is not supported"),
     ("glm4v_moe", {"text_config": {**GLM_MOE, "num_experts_per_tok": 1}}, "norm_topk_prob = None is not supported"),
     ("glm4v_moe", {"text_config": {**GLM_MOE, "n_group": 8, "topk_group": 2}}, "topk_group = 2 is not supported"),
+    (
+        *("qwen3_5", {"text_config": {"hidden_size": 3584, "output_gate_type": "sigmoid"}}),
+        "output_gate_type = 'sigmoid' is not supported",
+    ),
     ("clip_vision_model", {"patch_size": [14, 16]}, "config.json: patch_size = [14, 16] is not supported: only square"),
     ("glm46v", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
     ("glm46v", {"vision_config": {"out_hidden_size": 2048}}, "out_hidden_size"),

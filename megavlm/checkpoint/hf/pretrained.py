@@ -66,7 +66,10 @@ class Pretrained:
         """
         folder = HfFolder(path, weights=weights)
         family = family_of(folder.settings)
-        if (quantized := folder.settings.values.get("quantization_config")) is not None:
+        values = folder.settings.values  # Kimi-K2.5 says it of the language model
+        sections = [values, *(each for each in values.values() if isinstance(each, Mapping))]
+        said = (each.get("quantization_config") for each in sections)
+        if (quantized := next((each for each in said if each is not None), None)) is not None:
             remedy = "name the folder of the model itself"
             if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
                 remedy = "load it with Transformers' Mxfp4Config(dequantize=True), save that in bf16 and name it"
