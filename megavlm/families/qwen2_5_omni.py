@@ -221,4 +221,5 @@ FAMILY = Family(
         NamePrefixes(vision="visual.", language="model."),
         NamePrefixes(vision="thinker.visual.", language="thinker.model.", head="thinker.lm_head.weight"),
     ),
+    runs="Qwen2_5OmniThinkerForConditionalGeneration",
 )

@@ -122,4 +122,5 @@ FAMILY = replace(
     unused=(r"talker\..*", r"code2wav\..*"),
     not_in_peft=("gate_proj", "up_proj", "down_proj"),
     name_prefixes=(replace(_HELD, experts="stacked"), *_SAVED),
+    runs="Qwen3OmniMoeThinkerForConditionalGeneration",
 )

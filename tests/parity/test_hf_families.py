@@ -141,6 +141,21 @@ def test_a_run_is_verified_against_its_folder(name: str, single: Single, tmp_pat
     assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
 
 
+@pytest.mark.parametrize("name", ["omni3-moe", slow("omni")])
+def test_a_model_that_speaks_is_verified_by_its_thinker(name: str, tmp_path: Path) -> None:
+    """Published folders have the thinker's settings and tensors below its name, and name the class of all parts."""
+    folder = hf.save(tiny(name), tmp_path / "hf")
+    said, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    kind = said["model_type"].removesuffix("_thinker")
+    architectures = [each.replace("Thinker", "") for each in said["architectures"]]
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": kind, "architectures": architectures, "thinker_config": said})
+    )
+    named = {f"thinker.{each.removeprefix('thinker.')}": tensor for each, tensor in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    assert convert.main(["verify", str(folder), "--samples", "1"]) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "beside"),
     [

@@ -306,7 +306,7 @@ def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32
     family = family_of(HfFolder(folder).settings)
     words = family.parts == LANGUAGE_ALONE
     usual = transformers.AutoModelForCausalLM if words else transformers.AutoModelForImageTextToText
-    kind = getattr(transformers, _architecture(folder), usual)
+    kind = getattr(transformers, family.runs or _architecture(folder), usual)
     try:
         model = kind.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
