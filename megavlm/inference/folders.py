@@ -23,7 +23,7 @@ from megavlm.storage.cache import local_path
 EXPORTS = "exports"  # in a run folder
 # Data options on which the text and the pixels of a sample depend.
 _MAKE_SAMPLES = (
-    *("tokenizer", "chat_template", "image_processor"),
+    *("tokenizer", "chat_template", "enable_thinking", "image_processor"),
     *("min_pixels", "max_pixels", "max_image_pixels", "fast_image_resize"),
     *("video_fps", "video_max_frames", "video_max_tokens", "video_sound"),
 )

@@ -310,6 +310,42 @@ def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
     assert len(trained_texts(last, encode(last, case, two))) == 1
 
 
+# Qwen3.8's: thoughts are a field of their own, in all answers.
+THOUGHTFUL = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' -}}
+    {%- if message.role == 'assistant' -%}
+        {{- '<think>\n' + message.reasoning_content | default('') + '\n</think>\n\n' -}}
+    {%- endif -%}
+    {{- message.content + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"""
+
+
+def test_thoughts_that_a_template_takes_apart_from_the_answer(folders: dict[str, Path]) -> None:
+    case = Case(THOUGHTFUL, "qwen", IMAGE, in_parts=False)
+    chat = format_of(case, folders)
+    said = talk(("user", "3 + 4?"), ("assistant", "<think>\nIt is blue.\n</think>\n\n7"), ("user", "So?"))
+    encoded = encode(chat, case, Conversation((*said.turns, Turn("assistant", ("Yes.",)))))
+    ends = ["It is blue.\n</think>\n\n7<|im_end|>", "\n</think>\n\nYes.<|im_end|>"]
+    assert trained_texts(chat, encoded) == ends
+    asked = chat.tokenizer.decode(chat.prompt(said, []))
+    assert asked.count("<think>") == 2
+    assert chat.tokenizer.decode(encoded.tokens).startswith(asked)
+    (end,) = chat.thought_ends
+    assert chat.tokenizer.decode([end]) == "</think>"
+    assert format_of(CASES["qwen2"], folders).thought_ends == ()
+
+
+def test_a_system_turn_that_a_template_takes_as_a_text(folders: dict[str, Path]) -> None:
+    case = Case(TEMPLATES["gemma4"], "gemma4", Prompt("<|image|>", ("", ""), (5,)), "<|image|>")
+    chat = format_of(case, folders)
+    encoded = encode(chat, case, talk(("system", "You see."), ("user", [None, "How many?"]), ("assistant", "7")))
+    assert chat.in_parts
+    assert chat.tokenizer.decode(encoded.opening.tokens) == "<bos><|turn>system\nYou see.<turn|>\n"
+    assert trained_texts(chat, encoded) == ["7<turn|>"]
+
+
 @pytest.mark.parametrize(
     ("conversation", "reason"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,12 @@ from megavlm.data.chat.spans import (
     Skeleton,
     TurnSpans,
     by_prefixes,
+    field_of_thoughts,
     image_style,
     openings_of,
     skeleton,
     source_of,
+    takes_system_in_parts,
 )
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
 from megavlm.data.tokenizers import TextTokenizer
@@ -32,6 +34,7 @@ TrainOn = Literal["assistant", "last", "all"]
 _LETTERS = 2**22  # most characters of a conversation: to tokenize a million takes seconds and 300 MB
 _TURNS = 2048  # most turns of a conversation: the template is rendered for the prefix of each answer
 _SHAPES = 1024  # most conversation shapes that are cached
+_THOUGHT_ENDS = ("</think>", "<|message|>")  # of Qwen and others, of gpt-oss (before each of its channels)
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,18 @@ class ChatFormat:
     """Encodes conversations to the same tokens as Transformers with this template, tokenizer and processor.
 
     `placeholder` represents an image in the rendered text. If `in_parts`, the template writes it for each part
-    {"type": "image"} of a message; else the message's text contains it. Videos are passed to templates as images, or as
-    text parts with the placeholder if `videos_as_text`; only the text that replaces the placeholder differs from an
-    image's. `reserved` are further texts that no turn may contain, such as the video token.
+    {"type": "image"} of a message (of a system turn if `system_in_parts`); else the message's text contains it. Videos
+    are passed to templates as images, or as text parts with the placeholder if `videos_as_text`; only the text that
+    replaces the placeholder differs from an image's. `reserved` are further texts that no turn may contain, such as the
+    video token.
     """
 
     template: ChatTemplate | None
     tokenizer: TextTokenizer
     placeholder: str
     in_parts: bool = False
+    system_in_parts: bool = False
+    thoughts: str | None = None  # see `field_of_thoughts`
     train_on: TrainOn = "assistant"
     openings: tuple[tuple[str, str], ...] = ()  # see `openings_of`
     reserved: tuple[str, ...] = ()
@@ -83,13 +89,24 @@ class ChatFormat:
         chosen = ChatTemplate(source, tuple(sorted(names.items())))
         try:
             in_parts, written = image_style(chosen, placeholder, tokenizer.image_text)
-            openings, end_of_turn = openings_of(chosen, in_parts)
+            of_system = in_parts and takes_system_in_parts(chosen)
+            openings, end_of_turn = openings_of(chosen, in_parts, system_in_parts=of_system)
         except TemplateError as error:
             raise UserError(
                 f"--chat-template {template} cannot be trained on: {error}; choose one of {', '.join(CHAT_TEMPLATES)}"
             ) from error
         return cls(
-            chosen, tokenizer, written, in_parts, train_on, openings, reserved, videos_as_text, end_of_turn=end_of_turn
+            chosen,
+            tokenizer,
+            written,
+            in_parts,
+            of_system,
+            thoughts=field_of_thoughts(chosen, in_parts),
+            train_on=train_on,
+            openings=openings,
+            reserved=reserved,
+            videos_as_text=videos_as_text,
+            end_of_turn=end_of_turn,
         )
 
     def encode(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
@@ -125,6 +142,12 @@ class ChatFormat:
             cuts=(spans.opening, *spans.cuts),
         )
 
+    @property
+    def thought_ends(self) -> tuple[int, ...]:
+        """Return the tokens behind the last of which an answer follows its thoughts; () if the template has none."""
+        marks = (self.tokenizer.encode(mark).ids.tolist() for mark in _THOUGHT_ENDS if self.thoughts is not None)
+        return tuple(ids[0] for ids in marks if len(ids) == 1)
+
     def prompt(self, conversation: Conversation, prompts: Sequence[Prompt]) -> NDArray[np.int64]:
         """Return the tokens [L] of a conversation that ends with a question, followed by the generation prompt.
 
@@ -151,21 +174,23 @@ class ChatFormat:
 
     def _messages(self, conversation: Conversation) -> tuple[list[Message], tuple[Kind, ...], list[str]]:
         """Return a conversation as messages for a template, the shape of its turns, and its texts in order."""
-        contents = [
-            self._parts(turn) if self.in_parts else (_joined(turn, self.placeholder),) for turn in conversation.turns
-        ]
-        texts = [part for content in contents for part in content if isinstance(part, str)]
         messages: list[Message] = []
         shape: list[Kind] = []
-        for turn, content in zip(conversation.turns, contents, strict=True):
-            if self.in_parts:
-                kinds = tuple("text" if isinstance(part, str) else "image" for part in content)
-                parts = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in content]
-                messages.append({"role": turn.role, "content": parts})
-                shape.append((turn.role, kinds))
+        texts: list[str] = []
+        for turn in conversation.turns:
+            said, thoughts = (turn, None) if self.thoughts is None else _apart(turn)
+            content: Any
+            if self.system_in_parts if turn.role == "system" else self.in_parts:
+                parts = self._parts(said)
+                texts += [part for part in parts if isinstance(part, str)]
+                content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
+                shape.append((turn.role, tuple(part["type"] for part in content)))
             else:
-                messages.append({"role": turn.role, "content": content[0]})
+                content = _joined(said, self.placeholder)
+                texts.append(content)
                 shape.append((turn.role, None))
+            more = {self.thoughts: thoughts} if self.thoughts and thoughts is not None else {}
+            messages.append({"role": turn.role, "content": content, **more})
         return messages, tuple(shape), texts
 
     def _parts(self, turn: Turn) -> tuple[str | Visual, ...]:
@@ -178,7 +203,8 @@ class ChatFormat:
         messages, shape, texts = self._messages(conversation)
         try:
             rendered = template.render(messages)
-            spans = self._skeleton(template, shape).spans(rendered, texts)
+            thinks = self.thoughts is not None and any(message.get(self.thoughts) for message in messages)
+            spans = None if thinks else self._skeleton(template, shape).spans(rendered, texts)
             if spans is None:
                 spans = by_prefixes(template, messages, rendered, only_last=self.train_on == "last")
         except TemplateError as error:
@@ -235,6 +261,16 @@ def _check_texts(conversation: Conversation, reserved: Sequence[str]) -> None:
         for part in turn.parts:
             if isinstance(part, str) and (found := [word for word in reserved if word in part]):
                 raise BadSample(Reason.IMAGE_COUNT, f"the text of a turn contains {found[0]}, which marks images")
+
+
+def _apart(turn: Turn) -> tuple[Turn, str | None]:
+    """Return an answer without the thoughts at its beginning, between <think> and </think>, and these; None: none."""
+    first, *others = turn.parts or ("",)
+    begun = first.lstrip() if isinstance(first, str) and turn.role == "assistant" else ""
+    if not begun.startswith("<think>") or "</think>" not in begun:
+        return turn, None
+    thoughts, _, answer = begun.removeprefix("<think>").partition("</think>")
+    return replace(turn, parts=(answer.lstrip("\n"), *others)), thoughts.strip("\n")
 
 
 def _parts(turn: Turn) -> tuple[str | Visual, ...]:

@@ -13,6 +13,7 @@ import re
 import string
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -253,7 +254,31 @@ def image_style(template: ChatTemplate, placeholder: str, image_text: str) -> tu
     raise TemplateError(complaint)
 
 
-def openings_of(template: ChatTemplate, in_parts: bool) -> tuple[tuple[tuple[str, str], ...], str]:
+def takes_system_in_parts(template: ChatTemplate) -> bool:
+    """Return whether a template that takes messages in parts takes those of a system turn, too (Gemma 4's does not)."""
+    kinds = ("text",)
+    try:
+        skeleton(template, (("system", kinds), ("user", kinds), ("assistant", kinds)))
+    except TemplateError:
+        return False
+    return True
+
+
+def field_of_thoughts(template: ChatTemplate, in_parts: bool) -> str | None:
+    """Return the field of a message that the template writes as thoughts before the answer; None if there is none."""
+    word = "\ue000"
+    content = [{"type": "text", "text": "x"}] if in_parts else "x"
+    for name in ("reasoning_content", "thinking"):
+        answer = {"role": "assistant", "content": content, name: word}
+        with suppress(TemplateError):
+            if word in template.render([{"role": "user", "content": content}, answer]):
+                return name
+    return None
+
+
+def openings_of(
+    template: ChatTemplate, in_parts: bool, *, system_in_parts: bool
+) -> tuple[tuple[tuple[str, str], ...], str]:
     """Return the template's openings (its text before the first user turn), and the text that ends an answer.
 
     The openings are (text, "") for conversations without a system turn, then the texts before and after the system
@@ -274,7 +299,7 @@ def openings_of(template: ChatTemplate, in_parts: bool) -> tuple[tuple[tuple[str
         return (), end_of_turn
     openings = [(bare.gaps[0].removesuffix(header), "")]
     try:
-        with_system = skeleton(template, (("system", kinds), *talk))
+        with_system = skeleton(template, (("system", kinds if system_in_parts else None), *talk))
     except TemplateError:
         return tuple(openings), end_of_turn
     if with_system.order[:2] == (0, 1) and with_system.gaps[1].endswith(header):

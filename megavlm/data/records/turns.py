@@ -1,9 +1,10 @@
 """Read the turns of a record and insert its images and videos at their tags (`shapes.py` defines the fields).
 
 A turn has `from` and `value`, or `role` and `content` (or `text`), or is an exchange: `user` (`human`) and `assistant`.
-An `<image>` in a text stands for the next entry of the record's `image` or `images`; the parts of a message may also
-contain images directly. A `<video>` stands for the next entry of `video` or `videos`, and so does `<image>` in a
-record of videos without images (LLaVA-Video). An `<audio>` stands for the next entry of `audio` or `audios`.
+Thoughts of an answer, in a field of their own, come before its text. An `<image>` in a text stands for the next entry
+of the record's `image` or `images`; the parts of a message may also contain images directly. A `<video>` stands for the
+next entry of `video` or `videos`, and so does `<image>` in a record of videos without images (LLaVA-Video). An
+`<audio>` stands for the next entry of `audio` or `audios`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _ROLES: dict[str, Role] = {
 }
 _OF_TOOLS = ("tool", "function", "function_call", "observation", "tool_call", "tool_response")
 _SPEAKERS, _CONTENTS = ("role", "from"), ("content", "value", "text")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of an answer, before its text
 _EXCHANGE: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
@@ -120,7 +122,11 @@ def turns_in(content: Any, reader: Reader) -> Turns:
         if not any(field in turn for field in _CONTENTS):
             fields = shown(sorted(map(str, turn)))
             raise BadSample(Reason.NOT_A_RECORD, f"a turn has no field `content` or `value`, but {fields}: rename it")
-        turns.append((role, parts_of(_first(turn, _CONTENTS), reader)))
+        parts = parts_of(_first(turn, _CONTENTS), reader)
+        thoughts = _first(turn, _THOUGHTS) if role == "assistant" and parts else None
+        if isinstance(thoughts, str) and thoughts.strip():
+            parts = [*parts_of(f"<think>\n{thoughts}\n</think>\n\n", reader), *parts]
+        turns.append((role, parts))
     if not turns:
         raise BadSample(Reason.EMPTY, "it has no turns")
     speakers = [role for role, _ in turns if role != "system"]

@@ -66,7 +66,7 @@ def test_answers_cuts_and_openings(template: str, answers: list[str], cuts: list
     assert [text.lstrip(" ") for text in texts] == [answer.lstrip(" ") for answer in answers]
     assert [rendered[:cut].endswith(end) for cut, end in zip(found.cuts, cuts, strict=True)] == [True, True]
     assert found.cuts[-1] == len(rendered)
-    openings, _ = openings_of(chat, in_parts=False)
+    openings, _ = openings_of(chat, in_parts=False, system_in_parts=False)
     assert (openings[0][0] if openings else "") == opening
 
 

@@ -114,6 +114,14 @@ def test_a_system_prompt_may_be_a_turn_or_a_field() -> None:
     assert record_of(as_turn, "llava", find).turns[0] == expected
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking"])
+def test_thoughts_come_before_the_answer(field: str) -> None:
+    answers = [{**said("assistant", text), field: "A greeting."} for text in ("Hello", None)]
+    record = {"messages": [said("user", "Hi"), answers[0], {**said("user", "So?"), field: "not read"}, answers[1]]}
+    turns = record_of(record, "messages", find).turns
+    assert [turn.parts for turn in turns[1:]] == [("<think>\nA greeting.\n</think>\n\nHello",), ("So?",), ()]
+
+
 def test_an_exchange_follows_its_system_prompt_and_history() -> None:
     record = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "text": "all in one"}
     record |= {"history": [["Hi", "Hello"]]}
