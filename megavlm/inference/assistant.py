@@ -93,19 +93,29 @@ class Assistant:
         return self.model.source
 
     def answers(self, samples: Sequence[Sample], sampling: Sampling) -> list[str]:
-        """Return the answer to each prompt of a batch (`FilesSource.prompt`)."""
-        return [self.text(ids) for ids in self._generate(samples, sampling)]
+        """Return the answer to each prompt of a batch (`FilesSource.prompt`), without thoughts before it."""
+        return [self._answer(ids) for ids in self._generate(samples, sampling)]
 
     def stream(self, sample: Sample, sampling: Sampling, show: Callable[[str], None]) -> str:
-        """Generate the answer to one prompt, show each piece of text as soon as it is final, and return the answer."""
-        streamer = Streamer(self.text, show)
-        self._generate([sample], sampling, streamer)
-        return streamer.text
+        """Generate the answer to one prompt, show each piece of text as soon as it is final, and return the answer
+        without thoughts.
+        """
+        (ids,) = self._generate([sample], sampling, Streamer(self.text, show))
+        return self._answer(ids)
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode generated tokens up to the first end token, without special tokens."""
+        return self.source.decode_answer(self._until_end(ids))
+
+    def _answer(self, ids: Sequence[int]) -> str:
+        """Decode generated tokens as `text` does, without thoughts before the answer."""
+        made, ends = self._until_end(ids), self.source.chat.thought_ends
+        start = max((place + 1 for place, token in enumerate(made) if token in ends), default=0)
+        return self.source.decode_answer(made[start:])
+
+    def _until_end(self, ids: Sequence[int]) -> Sequence[int]:
         end = next((place for place, token in enumerate(ids) if token in self.ends), len(ids))
-        return self.source.decode_answer(ids[:end])
+        return ids[:end]
 
     def check_length(self, sample: Sample) -> None:
         """Raise BadSample for a prompt that leaves no room for an answer within the model's positions."""

@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,11 +325,21 @@ def test_a_mistake_is_one_line(model: Path, flags: str, says: str, capsys: pytes
     assert says in line
 
 
-def test_a_run_has_the_budget_of_a_video_that_it_was_trained_with(tmp_path: Path) -> None:
-    assert _data_options(tmp_path).video_max_tokens is None
-    for given, expected in (("", 300), ("data: {video_max_tokens: 50}", 50)):
+def test_an_answer_is_what_follows_its_thoughts(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, decode = SimpleNamespace(thought_ends=(7,)), lambda ids: "".join(map(str, ids))
+    model: Any = SimpleNamespace(source=SimpleNamespace(chat=chat, decode_answer=decode))
+    monkeypatch.setattr(Assistant, "_generate", lambda *_: [[1, 7, 2, 7, 3, 9, 7, 4]])
+    assistant: Any = Assistant(model, None, (9,))
+    assert assistant.answers([], Sampling()) == [assistant.stream(None, Sampling(), str)] == ["3"]
+    assert assistant.text([1, 7, 2]) == "172"
+
+
+def test_a_run_has_the_options_of_data_that_it_was_trained_with(tmp_path: Path) -> None:
+    assert _data_options(tmp_path) == DataConfig()
+    for given, expected in (("", 300), ("data: {enable_thinking: false, video_max_tokens: 50}", 50)):
         (tmp_path / "config.yaml").write_text(f"train: {{seq_length: 600}}\n{given}\n")
-        assert _data_options(tmp_path).video_max_tokens == expected
+        found = _data_options(tmp_path)
+        assert (found.video_max_tokens, found.enable_thinking) == (expected, False if given else None)
 
 
 def questions(model: Path, assistant: Assistant) -> Path:
