@@ -42,6 +42,8 @@ _BEGIN, _END = r"(?:^|[;&]|\b(?:then|else|do)\b)[ \t]*(?:export[ \t]+)?", r"(?=[
 _ASSIGNED = re.compile(rf"(?m){_BEGIN}([A-Za-z_]\w*)=({_VALUE}){_END}")
 _VARIABLE = re.compile(r"(?<!--)\$(?:(\w+)|\{(\w+)(?:\[@\]|:?-([^{}]*))?\})")
 _FLAG = re.compile(r"(?s)--?([A-Za-z][\w-]*|\$\w+)(?:=(.*))?")
+# Comments, which DeepSpeed allows in its JSON. Texts are found first, because they may hold the marks of a comment.
+_JSON_COMMENT = re.compile(r'(?s)("(?:\\.|[^"\\])*"?)|(?://|#)[^\n]*|/\*.*?(?:\*/|\Z)')
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ def _read(path: Path) -> dict[str, Any]:
         data = data_of(text, what=what)
     elif path.suffix == ".json" or text.lstrip()[:1] == "{":
         try:
-            data = json.loads(text)
+            data = json.loads(_JSON_COMMENT.sub(r"\1", text))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{what} is not valid JSON: {plain(str(error))}") from None
     else:

@@ -133,7 +133,8 @@ def _number(given: Given, names: str, otherwise: int = 1) -> int:
 def _replica(given: Given) -> int:
     tensor = "tensor-model-parallel-size parallelism.tp-size deepspeed-autotp-size tensor-parallel.autotp-size"
     context = "context-parallel-size parallelism.cp-size parallelism.sp-size sequence-parallel-size"
-    return prod(_number(given, names) for names in (tensor, context, "pipeline-model-parallel-size"))
+    stages = "pipeline-model-parallel-size pipeline.stages pipeline.num-stages"
+    return prod(_number(given, names) for names in (tensor, context, stages))
 
 
 def processes(given: Given) -> int:

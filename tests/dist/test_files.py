@@ -57,6 +57,7 @@ def test_any_layout_trains_on_the_same_samples(pools, folder, whole, tmp_path, w
     for record, other in zip(ours, expected, strict=True):
         assert record["packing_efficiency"] == other["packing_efficiency"] > 0.5
         assert record["samples"] == other["samples"] > record["skipped_samples"] == 0
+        assert record["samples_per_second"] == record["samples"] / record["step_time_s"]
         assert record["loss_by_source"].keys() == {"train", "book"}
         for name, loss in record["loss_by_source"].items():
             expected_loss = other["loss_by_source"][name]

@@ -255,6 +255,12 @@ def test_each_setting_of_a_profile_has_its_source_and_a_name_that_is_known(path:
     assert set(read) <= set(shown.stdout.splitlines())
 
 
+def test_what_guides_set_is_in_a_profile_or_left_out_with_a_reason():
+    profiles = "".join(path.read_text() for path in (ROOT / "launch/profiles").glob("*.env"))
+    names = "IB_DISABLE IB_HCA SOCKET_IFNAME NET_GDR_LEVEL P2P_LEVEL BUFFSIZE CROSS_NIC PLUGIN_P2P DEBUG DEBUG_SUBSYS"
+    assert [name for name in names.split() if not re.search(rf"NCCL_{name}\b", profiles)] == []
+
+
 NASTY = (
     "", " ", "a b", "Instruct: find\nQuery: ", "\n$(touch ran) #", "`touch ran`", "$(touch ran)", "${HOME}",
     "$$", "$", "a$$b", "$$(HOME)", "x$(HOME)y$", "${local_rank}", "!!", "!1", "'", '"', "'; touch ran; '", "\\",
