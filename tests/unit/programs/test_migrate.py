@@ -158,6 +158,27 @@ def test_there_and_back(case: str, tmp_path, monkeypatch, capsys):
     assert {o.key for o in options() if value_at(before, o.path) != value_at(after, o.path)} == set()
 
 
+@pytest.mark.slow  # Accelerate's imports
+@pytest.mark.parametrize("case", THERE_AND_BACK)
+def test_accelerate_reads_what_is_written(case: str, tmp_path, monkeypatch):
+    """It refuses keys that it does not know."""
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    monkeypatch.chdir(tmp_path)
+    said, file = (THERE_AND_BACK[case][key] for key in ("options", "file"))
+    Path("run.yaml").write_text(yaml.safe_dump(said))
+    assert main(["run.yaml", "--to", case.partition(",")[0]]) == 0
+    whole = said["parallel"]["data_parallel_sharding"] == "full"
+    if file.endswith(".json"):
+        assert HfDeepSpeedConfig(file).is_zero3() is whole
+    else:
+        found = load_config_from_file(file)
+        assert found.fsdp_config["fsdp_reshard_after_forward"] is whole
+        assert found.num_processes == said["run"]["world_size"]
+
+
 def test_a_schedule_that_cannot_go_back_says_why(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for settings, why in (("lr: 1.0e-4", "--train-iters"), ("lr: 1.0e-4, lr_decay_style: WSD", "--train-iters")):
