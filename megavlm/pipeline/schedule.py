@@ -38,6 +38,9 @@ from megavlm.pipeline.micro_batches import on_device, own_part, whole_rows
 from megavlm.pipeline.walker import ForwardStep, PassWalker, StepTimers
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, Phases
 
+# From a micro-batch and the losses [B, S] of its positions to the loss, its tokens and sums, as `next_token`.
+MicroBatchLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
+
 
 def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
     """Return the configuration for megatron-core's passes, DDP and gradient finalisation."""
@@ -104,8 +107,9 @@ class Schedule:
         self._host_copies = HostCopies(backend.device)
         self.walk = PassWalker(self.chunks, config=config, groups=groups, device=backend.device, timers=self.timers)
 
-    def train(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Run the forward and backward passes of one optimizer step.
+    def train(self, batches: Sequence[MicroBatch], loss: MicroBatchLoss | None = None) -> Tensor:
+        """Run the forward and backward passes of one optimizer step. `loss` replaces the loss of the objective: the
+        last stage calls it for one micro-batch after the other.
 
         Gradients are in the parameters' `main_grad` afterwards, summed over data-parallel ranks. The optimizer divides
         them by the number of trained tokens of the global batch, so that each trained token has the same weight.
@@ -125,9 +129,11 @@ class Schedule:
             self.colocated.encoder.zero_gradients()
         batches = self._prepared(batches)
         if self.cache is not None:
+            assert loss is None, "embeddings have no losses of positions"
             totals = self.cache.step(batches, partial(self._pass, batches), num_sources=self.num_sources)
             return self.no_totals() if totals is None else totals
-        sums = self._pass(batches, self._forward_loss(self.num_sources), forward_only=False)
+        forward = self._forward_loss(self.num_sources) if loss is None else partial(_forward_loss, loss=loss)
+        sums = self._pass(batches, forward, forward_only=False)
         return torch.stack(sums).sum(0) if sums else self.no_totals()
 
     def _forward_loss(self, num_sources: int) -> ForwardStep:

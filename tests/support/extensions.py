@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PACKAGES = ("acme_vlm", "arr_coc", "pooled_attention", "counting_dots", "margin_loss")
+PACKAGES = ("acme_vlm", "arr_coc", "pooled_attention", "counting_dots", "margin_loss", "verl_engine")
 POOLED = (
     "--extension pooled_attention --projector-kind pooled --set model.projector.connectors.pooled.tokens=5 "
     "model.projector.connectors.pooled.width=21"
