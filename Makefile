@@ -39,13 +39,16 @@ CLOUD_TOOLS := build/cloud
 # lmms-eval, for a test: what it needs beyond .venv, whose packages it sees, without what it names and does not import.
 LMMS_TOOLS := build/lmms
 
+# TRL and what it imports beyond .venv, for a test's process of its own: many packages behave otherwise beside pandas.
+TRL_TOOLS := build/trl
+
 # Several processes share the cores, so each gets one thread unless the caller knows better.
 export OMP_NUM_THREADS ?= 1
 
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next gpu-versions test-gpu-versions cards cluster-tools cloud-tools lmms-tools store-tools tracker-tools lint format size clean
+.PHONY: help install demo test-unit test test-all test-next gpu-versions test-gpu-versions cards cluster-tools cloud-tools lmms-tools store-tools tracker-tools trl-tools lint format size clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -67,7 +70,7 @@ test: $(STAMP) ## Run the CPU tests.
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(BESIDE) $(ARGS) tests
 
 test-all: $(STAMP) ## Run all CPU tests in pieces and record them in runs/test-all-COMMIT; run it again to go on (hours).
-	-@$(MAKE) --no-print-directory store-tools tracker-tools lmms-tools # without them their tests are skipped, and say so
+	-@$(MAKE) --no-print-directory store-tools tracker-tools trl-tools lmms-tools # without them their tests are skipped, and say so
 	$(VENV)/bin/python -m tests.support.pieces $(ARGS)
 
 test-next: $(STAMP) ## Run contract, parity, resume and conversion tests on the newest megatron-core.
@@ -115,6 +118,10 @@ tracker-tools: $(STAMP) ## Install Weights & Biases and MLflow for tests/unit/me
 
 store-tools: $(STAMP) ## Install gcsfs and servers of object stores for tests/dist/test_object_stores.py.
 	$(VENV)/bin/python -m pip install --quiet -c $(CPU_LOCK) 'gcsfs' 'moto[server]' 'gcp-storage-emulator'
+
+trl-tools: $(STAMP) ## Install TRL for tests/unit/objective/test_trl.py.
+	$(VENV)/bin/python -m pip install --quiet --upgrade --no-deps --target $(TRL_TOOLS) \
+	    'trl==1.16.0' 'datasets==5.2.0' 'dill==0.4.1' 'multiprocess==0.70.19' 'pandas==3.1.1' 'xxhash==4.1.0'
 
 lint: $(STAMP) ## Check style and types.
 	$(VENV)/bin/ruff check .

@@ -107,7 +107,7 @@ class ObjectiveConfig:
     kind: Literal["next-token", "contrastive", "sigmoid", "dpo", "ipo", "orpo", "simpo", "kto"] = option(
         "next-token",
         "Loss: next-token, of query and document embeddings contrastive (InfoNCE) or sigmoid (SigLIP), of a chosen "
-        "and a rejected answer dpo, ipo, orpo or simpo, or of answers labelled good or bad kto.",
+        "and a rejected answer dpo, ipo, orpo or simpo, or of answers labelled good or bad kto (z₀ is 0).",
         flag="--objective",
         point="objectives",
     )
@@ -149,7 +149,7 @@ class ObjectiveConfig:
     )
     label_smoothing: float = key_only(
         0.0,
-        "Objectives dpo and simpo: assumed share of pairs with swapped labels.",
+        "Objectives dpo and simpo: assumed share of pairs with swapped labels (cDPO, not TRL's robust).",
         valid=BELOW_HALF,
         needs=(ANSWERS, SMOOTHED),
     )

@@ -43,6 +43,10 @@ tokens, π₀ the model at the start of the run, ε `label_smoothing`, σ the si
 `rpo_alpha` is the weight of an added term −log π(w) / |w| (Pang et al. 2024). A pair is in one micro-batch, so that
 sums over micro-batches and ranks, divided by the number of pairs, are the same at any layout.
 
+TRL has the same losses and gradients for a pair (`tests/unit/objective/test_trl.py`), except that its ORPO adds the
+cross entropy of the prompt to that of the answer. Of several pairs, it averages cross entropies (ORPO, `rpo_alpha`)
+over the tokens of a micro-batch, not over answers. Its `robust` (Chowdhury et al. 2024) uses ε in another way.
+
 **Rated answers** have one loss per answer; the sum is divided by the number of answers. λ is `desirable_weight`.
 
     KTO (Ethayarajh et al. 2024) with z₀ = 0
