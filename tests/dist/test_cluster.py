@@ -115,7 +115,7 @@ def test_a_job_that_is_cancelled_has_saved(cluster: Cluster, tmp_path: Path):
 def test_a_node_that_is_lost_costs_no_iteration(node: str, cluster: Cluster, pools, tmp_path: Path):
     """The first has the job's script as well."""
     run = Run(cluster, tmp_path / "run", "--save-interval", "10")
-    run.reaches(15)
+    run.job.wait_for(lambda: bool(complete(run.run_dir / "checkpoints")))  # written while further steps are made
     cluster.lose_node(node)
     last = run.saved() + 10
     run.last(last)
