@@ -249,7 +249,7 @@ def test_a_folder_is_copied_once_without_code(tmp_path: Path, capsys: pytest.Cap
     assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
     as_another_process()
     assert local_path(url, "--tokenizer") == folder
-    assert capsys.readouterr().out.count("copies") == 1
+    assert capsys.readouterr().out.count("copying") == 1
     as_another_process()
     (tmp_path / "a/model.safetensors").write_bytes(b"x" * 1000)
     os.utime(tmp_path / "a/model.safetensors", (1, 1))
