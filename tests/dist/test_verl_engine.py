@@ -98,7 +98,7 @@ def rollouts(engine: Any, family: str, step: int, *, together: int = 2) -> Any:
         own = [each.clone() for each in found["model_output"]["log_probs"].unbind()]
     (known,) = [each for dp, each in of_all_ranks((engine.at.dp, own)) if dp == engine.at.dp and each is not None]
     data["old_log_probs"] = answers_of(known, data) + off[mine]
-    data["calculate_entropy"] = False
+    tu.assign_non_tensor(data, calculate_entropy=False)
     return data
 
 
@@ -118,7 +118,9 @@ def grpo(*, model_output: dict[str, Tensor], data: Any, dp_group: Any = None) ->
 
 
 def trained(folder: str, run_dir: str, flags: str, family: str) -> tuple[list[Any], dict[str, Tensor]]:
-    """Make the steps; return losses and gradient norms of all replicas, and the weights that a server gets."""
+    """Make the steps; return losses, gradient norms and sums of log-probabilities of all replicas, and the weights that
+    a server gets.
+    """
     from megavlm.parallel.rendezvous import of_all_ranks
 
     steps = []
@@ -130,12 +132,13 @@ def trained(folder: str, run_dir: str, flags: str, family: str) -> tuple[list[An
             rate = engine.lr_scheduler_step()
             assert rate == pytest.approx(1e-3)
             has = engine.is_mp_src_rank_with_outputs()
-            told = of_all_ranks((sum(output["loss"]), output["metrics"]) if has else None)
+            told = of_all_ranks((sum(output["loss"]), output["metrics"], data["old_log_probs"].sum()) if has else None)
             found = [each for each in told if each is not None]
             assert len(found) == engine.get_data_parallel_size() == engine.get_data_parallel_group().size()
-            (norm,) = {metrics["grad_norm"] for _, metrics in found}
-            assert any(sum(metrics["clipped"]) > 0 for _, metrics in found)
-            steps.append((sum(loss for loss, _ in found) / len(found), norm))
+            losses, measures, logs = zip(*found, strict=True)
+            (norm,) = {metrics["grad_norm"] for metrics in measures}
+            assert any(sum(metrics["clipped"]) > 0 for metrics in measures)
+            steps.append((sum(losses) / len(losses), norm, float(sum(logs))))
             if step == 0:
                 kept = str(Path(run_dir) / "kept/actor")
                 engine.save_checkpoint(kept, global_step=1, max_ckpt_to_keep=1)
@@ -223,7 +226,7 @@ LAYOUTS = [
 def test_three_steps_train_save_and_load(pools: Pools, folders: Any, tmp_path: Path) -> None:
     folder = folders["qwen3-vl"]
     ((steps, weights),) = pools(1).run(trained, str(folder), str(tmp_path), FLAGS, "qwen3-vl")
-    assert all(norm > 0 for _, norm in steps)
+    assert all(norm > 0 for _, norm, _ in steps)
     given = load_file(folder / "model.safetensors")
     assert weights.keys() == given.keys()
     assert not any(torch.equal(weights[name], given[name]) for name in given if "bias" not in name)
