@@ -67,6 +67,7 @@ def activate(*, queues: int | None = None) -> Backend:
             )
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
+        torch.backends.cudnn.deterministic = True  # tensor-parallel ranks repeat convolutions, whose weights stay equal
         from megavlm.backend import installed, patches
 
         installed.loading_error()  # before megatron-core tries

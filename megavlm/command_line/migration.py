@@ -95,6 +95,8 @@ class Migration:
         if not known:
             split = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model")
             config = with_values(config, {("parallel", f"{each}_parallel_size"): 1 for each in split})
+            if "audio" in (*(config.model.freeze or ()), *config.lora.targets):
+                config = with_values(config, {("model", "audio", "num_layers"): 1, ("model", "audio_token"): 1})
         try:
             check(config, world=world * ranks if known else world)
         except UserError as error:

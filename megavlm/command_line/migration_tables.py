@@ -182,7 +182,13 @@ def _frozen(value: Any, given: Given) -> list[str]:
         "projector": "freeze-aligner freeze-multi-modal-projector",
         "language": "freeze-llm freeze-language-model freeze-lm",
     }
-    return [part for part, options in names.items() if any(given.get(name) is True for name in options.split())]
+    found = [part for part, options in names.items() if any(given.get(name) is True for name in options.split())]
+    return [*found, *(_hearing(given) if "vision" in found else ())]
+
+
+def _hearing(given: Given) -> tuple[str, ...]:
+    """Return ("audio",) if the name of the model says that it hears: its encoder of sounds is part of "vit" there."""
+    return ("audio",) * ("omni" in f"{given.get('model')} {given.get('model-name-or-path')}".lower())
 
 
 def _names(value: Any) -> list[str]:
@@ -193,6 +199,7 @@ def _targets(value: Any, given: Given) -> list[str] | None:
     """Return the values of `--lora-targets`: linear layers of the parts that are not frozen; None without LoRA."""
     parts = [part for part in ("language", "vision") if part not in _frozen(None, given)]
     if given.get("tuner-type") != "lora" or {"all", "all-linear"} & {*_names(value)}:
+        parts += _hearing(given) if "vision" in parts else ()
         return parts if given.get("tuner-type") == "lora" else None
     return [f"{part}.*.{name}" for name in _names(value) for part in parts]
 

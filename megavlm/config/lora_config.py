@@ -115,7 +115,8 @@ def clipped_parts(config: Config) -> tuple[str, ...]:
     """Return the parts of the model in which `--qk-clip` scales query and key projections: those that are trained whole
     and have no norms of queries and keys, which would undo the scaling.
     """
-    normalised = {"vision": config.model.vision.qk_norm != "none", "language": config.model.language.qk_norm}
+    model = config.model
+    normalised = {"vision": model.vision.qk_norm != "none", "audio": False, "language": model.language.qk_norm}
     if not config.optimizer.qk_clip:
         return ()
     return tuple(part for part in trained_whole(config) if not normalised.get(part, True))

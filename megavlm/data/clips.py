@@ -47,10 +47,8 @@ _OPTIONS = {
     "gif,nut,mxf",
     "protocol_whitelist": "none",
 }
-_SOUND_OPTIONS = {
-    "format_whitelist": "wav,flac,mp3,ogg,mov,mp4,m4a,matroska,webm,aiff,aac",
-    "protocol_whitelist": "none",
-}
+_SOUND_OPTIONS = {**_OPTIONS, "format_whitelist": f"{_OPTIONS['format_whitelist']},wav,flac,mp3,aiff,aac"}
+_LOUDEST = 1e9  # far beyond 1, and small enough that powers of sounds are finite
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def frames(source: Source, numbers: Sequence[int], *, max_pixels: int) -> Iterat
 def sound(source: Source, *, longest: int) -> NDArray[np.float32]:
     """Return the first `longest` samples [n] of a sound, at 16 kHz, between −1 and 1; channels are averaged.
 
-    Raises BadSample if the file is missing, damaged or no sound; UserError without PyAV.
+    Raises BadSample if the file is missing, damaged, empty or no sound; UserError without PyAV.
     """
     av, found, count = _pyav(), list[NDArray[np.float32]](), 0
     try:
@@ -121,7 +119,12 @@ def sound(source: Source, *, longest: int) -> NDArray[np.float32]:
         except (av.error.FFmpegError, OSError, ValueError, OverflowError, RuntimeError, MemoryError) as error:
             why = f"{type(error).__name__}: {str(error)[:200]}"
             raise BadSample(Reason.CORRUPT, f"the sound cannot be decoded ({why})") from error
-    return np.concatenate([np.empty(0, np.float32), *found])[:longest]
+    samples = np.concatenate([np.empty(0, np.float32), *found])[:longest]
+    if not len(samples):
+        raise BadSample(Reason.NO_FRAMES, "the sound is empty")
+    if not np.abs(samples).max() < _LOUDEST:  # files of floats may also have NaN
+        raise BadSample(Reason.CORRUPT, "the sound has samples that are not finite, or far beyond 1: save it again")
+    return samples
 
 
 def _decoded(

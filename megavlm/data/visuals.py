@@ -98,7 +98,7 @@ class Visuals:
         mels = self._sounds.mels(clips.sound(visual.source, longest=self._sounds.longest))
         if len(mels) != wanted.frames:
             raise BadSample(Reason.CORRUPT, f"the sound has {len(mels)} frames, and had {wanted.frames} before")
-        return Sound(wanted.frames, lambda: mels)
+        return Sound(wanted.frames, mels.contiguous)  # which can be pickled, as prompts are on their way to other ranks
 
     def _layout(self, visual: Visual, images: int) -> Layout:
         if isinstance(visual, SoundRef):  # no header tells the length of an mp3 exactly
@@ -117,7 +117,7 @@ class Visuals:
         try:
             return with_sound(layout, self._sound_layout(visual.source), turn=self._sounds.turn)
         except BadSample as error:
-            if error.reason in (Reason.NO_FRAMES, Reason.TOO_NARROW):  # a silent video
+            if error.reason is Reason.NO_FRAMES:  # a silent video
                 return layout
             raise
 

@@ -59,7 +59,7 @@ class SoundProcessor:
         """Return the prompt of a sound, in whose place the tokenizer sees an image. Raises BadSample for a click."""
         frames = self.frames_of(min(samples, self.longest))
         if not (features := features_of(frames, self.audio)) or samples <= _WINDOW // 2:
-            raise BadSample(Reason.TOO_NARROW, f"the sound has {samples} samples, too few for a feature")
+            raise BadSample(Reason.NO_FRAMES, f"the sound has {samples} samples, too few for a feature")
         prompt = Prompt(image_token, (self.start, self.end), (features,), self.number)
         return Layout((frames, self.audio.mel_bins), (), (0, 0), prompt, frames=frames)
 

@@ -312,7 +312,7 @@ def sounds(config: Config) -> Iterator[str]:
         yield f"{option} needs a vision encoder, too: set model.vision.num_layers"
     for name, given in (
         (f"--objective {model.objective.kind}", model.objective.kind != "next-token"),
-        ("--qk-clip", "vision" in clipped_parts(config)),
+        ("--qk-clip", not {"vision", "audio"}.isdisjoint(clipped_parts(config))),
     ):
         if given:
             yield f"{option} and {name} cannot be combined yet: leave one of them out"

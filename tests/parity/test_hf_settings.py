@@ -122,6 +122,14 @@ def test_what_would_be_computed_differently_is_refused(model_type: str, values: 
         read(model_type, **values)
 
 
+@pytest.mark.parametrize("part", ["vision", "projector"])
+def test_no_part_of_a_model_that_hears_is_taken_without_its_audio_encoder(part: str, tmp_path: Path) -> None:
+    config_of("omni").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has an audio encoder, which would be left out: give the whole model"):
+        Pretrained.of(tmp_path, part, weights=False)
+    assert Pretrained.of(tmp_path, "language", weights=False).model.audio.num_layers
+
+
 @pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
 def test_a_window_of_null_is_refused_because_transformers_cannot_run_it(kind: str) -> None:
     """With types of tokens it makes the mask of a window, whether or not a layer uses it. Without the setting, both

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +40,7 @@ def clip(
 ) -> bytes:
     """A file of `count` frames, at `times` (seconds) or `rate`; a key frame comes every `group` frames.
 
-    `frames` are their pixels, if not those of `pixels`.
+    `frames` are their pixels, if not those of `pixels`. With `sound` a quarter of a second of silence is beside them.
     """
     import av
 
@@ -49,8 +48,7 @@ def clip(
         size = frames[0].shape[:2]
     memory = io.BytesIO()
     with av.open(memory, "w", format={"mkv": "matroska"}.get(kind, kind)) as file:
-        if sound and not count:
-            _add_sound(file)
+        voice = file.add_stream("libmp3lame", rate=16000, layout="mono") if sound else None
         if count:
             stream = file.add_stream("mpeg4" if kind == "avi" else "libx264", rate=rate)
             stream.options = {"sc_threshold": "1000000000"} if kind == "avi" else {"sc_threshold": "0", "bf": "2"}
@@ -68,15 +66,8 @@ def clip(
                 frame.pts, frame.time_base = round(moment / base), base
                 file.mux(stream.encode(frame))
             file.mux(stream.encode(None))
+        if voice is not None:
+            silence = av.AudioFrame.from_ndarray(np.zeros((1, 4096), dtype=np.float32), format="fltp", layout="mono")
+            silence.sample_rate = 16000
+            file.mux([*voice.encode(silence), *voice.encode(None)])
     return memory.getvalue()
-
-
-def _add_sound(file: Any) -> None:
-    import av
-
-    stream = file.add_stream("aac", rate=16000, layout="mono")
-    for number in range(4):
-        silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), dtype=np.float32), format="fltp", layout="mono")
-        silence.sample_rate, silence.pts, silence.time_base = 16000, 1024 * number, Fraction(1, 16000)
-        file.mux(stream.encode(silence))
-    file.mux(stream.encode(None))

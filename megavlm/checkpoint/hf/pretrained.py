@@ -81,6 +81,11 @@ class Pretrained:
                 "--init-from, or compose one with --vision-from and --language-from"
             )
         model = family.config(folder.settings)
+        if model.audio.num_layers and parts not in (ALL_PARTS, LANGUAGE_ALONE):
+            raise UserError(
+                f"{path} has an audio encoder, which would be left out: give the whole model to --init-from, or name "
+                "another folder for the vision encoder and the projector"
+            )
         if feature_layer is not None:
             model = replace(model, vision=replace(model.vision, feature_layer=feature_layer))
         if predictors > (most := family.predictors.most if family.predictors is not None else 0):

@@ -24,6 +24,7 @@ _COMPUTED = (
     "imageless_share",
     "imageless_samples",
     "answer_share",
+    "sound_frames",
 )  # of synthetic samples
 
 

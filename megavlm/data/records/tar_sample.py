@@ -5,7 +5,8 @@ The file `json` holds a record of any kind (`shapes.py`). If the record has no t
 the record names. If it names none, they are the files with an image extension, in order (`jpg`, or `0.jpg`, `1.jpg`,
 …). If there are no such files, they are the arrays (`npy`, `npz`); arrays next to photos are mostly features of the
 photos. The videos are the files with a video extension, and so are sounds, unless there are clips, whose sound they
-mostly are. A file that the record's `video` or `videos` name, as a clip or as one of its frames, belongs to that video.
+mostly are, and no `<audio>` in a text. A file that the record's `video` or `videos` name, as a clip or as one of its
+frames, belongs to that video.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from megavlm.config.messages import shown
 from megavlm.data.records.media import natural
 from megavlm.data.records.shapes import record_of, shape_of
+from megavlm.data.records.turns import AUDIO_TAG
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import FileRange
@@ -67,7 +69,8 @@ def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
         record = {**record, "images": [parts[name] for name in names]}
     if shape != "pairs" and not any(record.get(field) for field in ("video", "videos")):
         record = {**record, "videos": clips}
-    if shape != "pairs" and not clips and not any(record.get(field) for field in ("audio", "audios")):
+    are_marked = not clips or any(AUDIO_TAG in text for text in _texts(record))
+    if shape != "pairs" and are_marked and not any(record.get(field) for field in ("audio", "audios")):
         record = {**record, "audios": sounds}
     if shape is None:
         raise BadSample(Reason.NOT_A_RECORD, f"none of its files {_listed(parts)} holds a conversation or a text")

@@ -60,6 +60,24 @@ def test_frames_at_irregular_times() -> None:
         assert numbers(content, (2, 3, 7)) == [2, 3, 7]
 
 
+@pytest.mark.parametrize("kind", ["mp4", "mkv", "avi", "mpegts"])
+def test_the_sound_of_all_containers(kind: str) -> None:
+    content = clip(20, kind=kind, sound=True)
+    assert len(clips.probe(content, max_pixels=ANY).times) == 20
+    assert 4096 <= len(clips.sound(content, longest=ANY)) < 4096 + 2000  # the encoder adds silence
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [([], Reason.NO_FRAMES), ([0, np.nan], Reason.CORRUPT), ([-np.inf], Reason.CORRUPT), ([1e30], Reason.CORRUPT)],
+)
+def test_a_sound_without_finite_features_is_refused(samples: list[float], reason: Reason) -> None:
+    values = np.array(samples, "<f4").tobytes()
+    head = struct.pack("<8sIHHIIHH", b"WAVEfmt ", 16, 3, 1, 16000, 64000, 4, 32)
+    content = b"RIFF" + struct.pack("<I", 36 + len(values)) + head + b"data" + struct.pack("<I", len(values)) + values
+    assert reason_of(lambda: clips.sound(content, longest=ANY)) is reason
+
+
 @pytest.mark.parametrize(("rotation", "corner"), [(90, (-1, 0)), (-90, (0, -1)), (180, (-1, -1))])
 def test_a_clip_that_lies_is_turned(rotation: int, corner: tuple[int, int]) -> None:
     content = clip(3, rotation=rotation)

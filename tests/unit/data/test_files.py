@@ -276,6 +276,8 @@ def test_the_option_that_changed_is_named(file: Path, argv: list[str], named: st
 def test_the_option_of_computed_samples_that_changed_is_named() -> None:
     assert difference(identity(), identity()) is None
     assert "--images-per-sample [1]" in str(difference(identity(), identity("--images-per-sample", "2", "1")))
+    heard = ("--set", "model.audio.num_layers=2", "model.audio_token=9", "data.sound_frames=[9]")
+    assert "data.sound_frames [], but this run has [9]" in str(difference(identity(), identity(*heard)))
 
 
 def test_other_weights_number_and_files_of_data_sets_are_other_data(file: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from PIL import Image
 
 pytest.importorskip("av", reason="pip install av (the extra `video`)")
 
-from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.schema import AudioConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.collate import CollateSpec, collate_images
 from megavlm.data.types import ImageRef, Sample, SoundRef, VideoRef, Visual
 from megavlm.data.visuals import Visuals, stored
@@ -102,6 +104,17 @@ def test_a_model_without_videos_or_sounds_says_so(given: Visual, says: str) -> N
     with pytest.raises(BadSample, match=says) as raised:
         visuals(processor_from(IMAGES, model, model_type="qwen2_5_vl")).layouts([given])
     assert raised.value.reason is Reason.UNSUPPORTED
+
+
+def test_a_sound_can_be_sent_to_other_ranks() -> None:
+    """Prompts of `--sample-interval` are sent as pickles."""
+    model = replace(MODEL, audio=AudioConfig(num_layers=1), audio_token=7)
+    given, things = visuals(processor_from(IMAGES, model, model_type="qwen2_5_omni")), [SoundRef(clip(0, sound=True))]
+    (layout,) = given.layouts(things)
+    sound = given.sound(things, stored(0, layout))
+    sent = pickle.loads(pickle.dumps(sound)).mels()
+    assert len(sent) == layout.frames
+    assert torch.equal(sent, sound.mels())
 
 
 def _sample(*images: LoadedImage) -> Sample:

@@ -68,6 +68,13 @@ def test_processes_and_files_that_belong_together_make_the_batch(tmp_path):
     assert (config.train.train_iters, config.train.epochs) == (50, None)
 
 
+def test_an_encoder_of_sounds_goes_with_the_tower(tmp_path: Path) -> None:
+    given = {"model": "Qwen2.5-Omni-7B", "tuner_type": "lora", "target_modules": "all-linear"}
+    assert converted(tmp_path, json.dumps(given)).model.freeze == ("vision", "projector", "audio")
+    config = converted(tmp_path, json.dumps(given | {"freeze_vit": False}))
+    assert (config.model.freeze, config.lora.targets) == (("projector",), ("language", "vision", "audio"))
+
+
 def test_a_file_that_is_not_named_is_not_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text('{"train_batch_size": 8}')

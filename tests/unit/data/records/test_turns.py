@@ -405,6 +405,7 @@ def test_a_clip_stays_where_it_is() -> None:
         ({"json": turns("<audio><image>?", audio="7.wav"), "jpg": b"first", "mp3": b"s"}, (SoundRef(b"s"), FIRST, "?")),
         ({"json": turns("?"), "mp4": b"clip", "m4a": b"its sound"}, (VideoRef(b"clip"), "\n?")),
         ({"json": turns("<audio>?", audios=["m4a"]), "mp4": b"clip", "m4a": b"sound"}, Reason.IMAGE_COUNT),
+        ({"json": turns("<audio><video>?"), "mp4": b"clip", "wav": b"s"}, (SoundRef(b"s"), VideoRef(b"clip"), "?")),
         ({"json": turns("<audio>?", audio="8.wav")}, Reason.MISSING),
     ],
 )
