@@ -85,6 +85,21 @@ def read_checkpoints_with(reader: Callable[[str | Path], Any]) -> None:
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
 
 
+def describe_tensors_to_rank_0() -> None:
+    """Make megatron-core check on rank 0 what a save writes without telling all other ranks, which check nothing."""
+    strategy: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.fully_parallel")
+    strategy.determine_global_metadata = described_on_rank_0
+
+
+def described_on_rank_0(state: Any) -> tuple[list[Any], list[Any]]:
+    """Return descriptions of this rank's tensors, and on rank 0 those of all ranks, by rank; every rank calls it."""
+    values: Any = importlib.import_module("megatron.core.dist_checkpointing.dict_utils").nested_values
+    own = [each.without_data() for each in values(state)]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(own, found if dist.get_rank() == 0 else None)
+    return own, found
+
+
 @contextmanager
 def groups_of_members(state: Any, of: Callable[[Sequence[int], str], Any]) -> Iterator[None]:
     """Return a context in which megatron-core's `state` gets this rank's groups from `of`, and creates no others.

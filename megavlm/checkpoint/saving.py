@@ -5,7 +5,8 @@ checkpoints are whole.
 
 Data-parallel ranks that hold the same tensors divide them by size. The files have megatron-core's format: torch's
 distributed checkpoint plus `common.pt`, which `state.json` repeats, and `metadata.json`. At the first save, ranks
-gather the descriptions of all tensors; while these do not change, a later save gathers only a flag from each rank.
+that share tensors gather the descriptions of these, and rank 0 those of all ranks, to check that each is written once;
+while these do not change, a later save gathers only a flag from each rank.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from megavlm.backend import patches
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import Keep
 from megavlm.checkpoint.items import STATE, state_as_json
@@ -106,6 +108,7 @@ class Division:
         tensors = [each.without_data() for each in nested_values(sharded)]
         found = of_all_ranks((tensors == self._tensors, f"{time.time_ns():x}"))
         if not all(same for same, _ in found):
+            patches.describe_tensors_to_rank_0()
             strategy = get_default_save_sharded_strategy()
             self._strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
             self._tensors, self._plan = tensors, None

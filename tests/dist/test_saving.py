@@ -195,8 +195,19 @@ def plans(run_dir: str) -> list[tuple[bool, list[str]]]:
     backend.activate()
     from megatron.core.dist_checkpointing import ShardedTensor
 
+    from megavlm.backend import patches
     from megavlm.checkpoint.saving import Division
 
+    told = patches.described_on_rank_0
+    checked: list[int] = []
+
+    def counted(state: Any) -> Any:
+        own, of_all = told(state)
+        checked.append(len([each for each in of_all if each is not None]))
+        return own, of_all
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(patches, "described_on_rank_0", counted)
     division, rank, found = Division(), dist.get_rank(), []
     for number in range(4):
         names = [f"own{rank}", "shared", *(["new"] if number == 3 and rank == 1 else [])]
@@ -212,6 +223,8 @@ def plans(run_dir: str) -> list[tuple[bool, list[str]]]:
         assert all(data.eq(number).all() for _, data in items)  # the values of this save
         assert (share.metadata is not None) == (rank == 0 and division._strategy is not before)
         found.append((division._strategy is not before, sorted(name for name, _ in items)))
+    monkeypatch.undo()
+    assert checked == [dist.get_world_size() if rank == 0 else 0] * 2, "rank 0 alone checks who writes what"
     return found
 
 
