@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 304,
     "options": 351,
     "flags": 148,  # 150
-    "code lines of tests": 35_553,  # 33,000
+    "code lines of tests": 35_554,  # 33,000
     "words of documentation": 45_000,  # 45,000
 }
 _NO_CODE = {

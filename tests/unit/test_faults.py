@@ -27,7 +27,8 @@ from tests.support.manifests import committed
 CONTEXT = multiprocessing.get_context("fork")
 
 
-def rank(ready: Any) -> None:
+def rank(ready: Any, number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_DFL)  # what a shell starts by `&` ignores SIGQUIT
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     listen(parent=None).training()
     ready.set()
@@ -37,7 +38,7 @@ def rank(ready: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGALRM, signal.SIGXCPU])
 def test_a_signal_that_is_no_request_ends_at_once(number: signal.Signals) -> None:
     ready = CONTEXT.Event()
-    process = CONTEXT.Process(target=rank, args=(ready,))
+    process = CONTEXT.Process(target=rank, args=(ready, number))
     process.start()
     assert ready.wait(60)
     os.kill(process.pid or 0, number)
