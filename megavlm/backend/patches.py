@@ -91,10 +91,10 @@ def describe_tensors_to_rank_0() -> None:
     strategy.determine_global_metadata = described_on_rank_0
 
 
-def described_on_rank_0(state: Any) -> tuple[list[Any], list[Any]]:
+def described_on_rank_0(sharded_state_dict: Any) -> tuple[list[Any], list[Any]]:
     """Return descriptions of this rank's tensors, and on rank 0 those of all ranks, by rank; every rank calls it."""
     values: Any = importlib.import_module("megatron.core.dist_checkpointing.dict_utils").nested_values
-    own = [each.without_data() for each in values(state)]
+    own = [each.without_data() for each in values(sharded_state_dict)]
     found: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(own, found if dist.get_rank() == 0 else None)
     return own, found
