@@ -101,7 +101,7 @@ class VisionConfig:
     post_norm: bool = option(
         True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
     )
-    encoder_free: bool = option(False, "Embed patches, without any layers.")
+    encoder_free: bool = option(False, "Embed patches without encoder layers.")
     feature_layer: int = option(
         -1, "Layer whose output the projector receives, from the end: -1 is the last layer, -2 the one before it."
     )

@@ -180,7 +180,7 @@ def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Om
 
 
 def video_fields(options: Json, model: ModelConfig, *, size: Json) -> dict[str, Any]:
-    """Return the fields of `OmniVideo`, with the pixel bounds `size`: Transformers' processor reads none from files."""
+    """Return the fields of `OmniVideo` with the pixel bounds `size`, since Transformers ignores those in files."""
     bounds = {"min_pixels": None, "max_pixels": None, "size": size}
     kept = {name: value for name, value in {**options, **bounds}.items() if value is not None}
     steps = model.video_steps_per_second

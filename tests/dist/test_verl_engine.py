@@ -118,9 +118,7 @@ def grpo(*, model_output: dict[str, Tensor], data: Any, dp_group: Any = None) ->
 
 
 def trained(folder: str, run_dir: str, flags: str, family: str) -> tuple[list[Any], dict[str, Tensor]]:
-    """Make the steps; return losses, gradient norms and sums of log-probabilities of all replicas, and the weights that
-    a server gets.
-    """
+    """Run training steps; return losses, gradient norms, sums of log-probabilities of all replicas, and the weights."""
     from megavlm.parallel.rendezvous import of_all_ranks
 
     steps = []
@@ -243,7 +241,7 @@ def test_a_layout_trains_as_one_process(pools: Pools, folders: Any, tmp_path: Pa
 
 
 def test_the_contract_is_kept() -> None:
-    """Each method that verl leaves to an engine is there, and takes what verl passes."""
+    """The engine implements each method that verl declares, with its parameters."""
     from verl_engine.engine import MegavlmEngine
 
     for name, declared in vars(verl_stand_in.BaseEngine).items():

@@ -82,7 +82,7 @@ class EngineConfig:
 
 
 class EngineRegistry:
-    """Engines by type of model, backend and device."""
+    """Registry of engine classes by model type, backend and device."""
 
     engines: ClassVar[dict[tuple[str, str, str], type]] = {}
 

@@ -1,4 +1,4 @@
-"""The engine: what verl asks of one, by the parts of a run. Importing this module registers the strategy `megavlm`."""
+"""The engine that verl drives, made of the parts of a run. Importing this module registers the strategy `megavlm`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class MegavlmEngineConfig(EngineConfig):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A micro-batch as verl has it, as megavlm has it, and the number of the sequence at each place of the latter."""
+class PackedBatch:
+    """A micro-batch of verl (`data`), its packed form (`batch`), and the number of the sequence at each place of it."""
 
     data: Any
     batch: Any
@@ -174,7 +174,7 @@ class MegavlmEngine(BaseEngine):
             outputs = self._trained(asked, loss_function)
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data) if outputs else {}
 
-    def _asked(self, parts: Sequence[Any]) -> list[Asked]:
+    def _asked(self, parts: Sequence[Any]) -> list[PackedBatch]:
         """Pack the sequences of each micro-batch into rows; images are for the ranks that encode them."""
         from megavlm.data.collate import CollateSpec
         from megavlm.data.collator import all_images
@@ -204,9 +204,9 @@ class MegavlmEngine(BaseEngine):
         run.source.samples = samples
         collated = run.source.collator(spec, own_images=own).collate(segments)
         batches = [pinned(each.batch, run.backend.device) for each in collated]
-        return [Asked(*each) for each in zip(parts, batches, orders, strict=True)]
+        return [PackedBatch(*each) for each in zip(parts, batches, orders, strict=True)]
 
-    def _trained(self, asked: Sequence[Asked], loss_function: Callable[..., Any]) -> list[dict[str, Any]]:
+    def _trained(self, asked: Sequence[PackedBatch], loss_function: Callable[..., Any]) -> list[dict[str, Any]]:
         from megavlm.data.context_parts import order_of
         from megavlm.pipeline.micro_batches import whole_rows
 
@@ -232,7 +232,7 @@ class MegavlmEngine(BaseEngine):
         return outputs
 
     def _inferred(
-        self, asked: Sequence[Asked], loss_function: Callable[..., Any] | None, *, entropy: bool
+        self, asked: Sequence[PackedBatch], loss_function: Callable[..., Any] | None, *, entropy: bool
     ) -> list[dict[str, Any]]:
         from megavlm.model.cross_entropy import ENTROPY, LOGPROB
 
@@ -245,9 +245,9 @@ class MegavlmEngine(BaseEngine):
         return outputs
 
     def _loss(
-        self, each: Asked, loss_function: Callable[..., Any] | None, **values: Tensor
+        self, each: PackedBatch, loss_function: Callable[..., Any] | None, **values: Tensor
     ) -> tuple[dict[str, Any], Tensor]:
-        """Return what verl gets of a micro-batch, and its loss (1 without a function, as in verl's engines)."""
+        """Return the outputs of a micro-batch that verl reads, and its loss (1 without a loss function, as in verl)."""
         loss, metrics, device = torch.ones(()), {}, self.run.backend.device
         if loss_function is not None:
             data, group = each.data.to(device), self.get_data_parallel_group()
@@ -274,7 +274,7 @@ class MegavlmEngine(BaseEngine):
         return self.at.tp == self.at.cp == 0 and self.at.pp == self.dims.pp - 1
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Do nothing: all stays where it is. Raises NotImplementedError if it was to leave a GPU."""
+        """Keep all tensors on their device. Raises NotImplementedError if verl wants to move them off a GPU."""
         if device == "cpu" and not self.run.backend.is_cpu and (model or optimizer or grad):
             raise NotImplementedError("megavlm's weights and gradients do not leave the GPU")
 
@@ -290,7 +290,7 @@ class MegavlmEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write a checkpoint of megavlm, which any layout reads, into the folder `local_path`. Raises UserError."""
+        """Save a checkpoint, which any layout can load, in the folder `local_path`. Raises UserError."""
         from megavlm.checkpoint import folders, state
         from megavlm.parallel.rendezvous import on_rank_0
 
@@ -318,7 +318,7 @@ class MegavlmEngine(BaseEngine):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **kwargs: Any
     ) -> None:
-        """Load the checkpoint in `local_path`, which stays. Raises UserError."""
+        """Load the checkpoint in `local_path` without deleting it. Raises UserError."""
         from megavlm.checkpoint import state
         from megavlm.checkpoint.folders import Holds
         from megavlm.checkpoint.reading import Choices, choices_of, load_newest
@@ -339,7 +339,7 @@ class MegavlmEngine(BaseEngine):
 
 
 def words_of(folder: str, optimizer: Any, flags: str) -> list[str]:
-    """Return megavlm's arguments; `flags` come last, and so replace what verl's options say of the optimizer."""
+    """Return command-line arguments of megavlm for verl's options; `flags` come last and override them."""
     words = ["--extension", "verl_engine", "--data", "rollouts", "--init-from", folder, "--no-tensorboard"]
     if optimizer is not None:
         words += [*("--lr", str(optimizer.lr)), *("--weight-decay", str(optimizer.weight_decay))]

@@ -107,7 +107,7 @@ def test_a_model_without_videos_or_sounds_says_so(given: Visual, says: str) -> N
 
 
 def test_a_sound_can_be_sent_to_other_ranks() -> None:
-    """Prompts of `--sample-interval` are sent as pickles."""
+    """A sound can be pickled, as prompts of `--sample-interval` are to be sent to other ranks."""
     model = replace(MODEL, audio=AudioConfig(num_layers=1), audio_token=7)
     given, things = visuals(processor_from(IMAGES, model, model_type="qwen2_5_omni")), [SoundRef(clip(0, sound=True))]
     (layout,) = given.layouts(things)
