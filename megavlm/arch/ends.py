@@ -257,12 +257,13 @@ class Output(LayerKind):
         The number is 0 if weights are tied: the embedding counts them, and a copy on another chunk takes
         `vocabulary_shard` more.
         """
-        if objective_of(model).embeds:
-            return len(learned_scalars(model))
+        if objective_of(model).pools:
+            head = model.language.hidden_size * objective_of(model).scores
+            return head + len(learned_scalars(model))
         return 0 if model.language.tie_embeddings else vocabulary_shard(model, tp)
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        if objective_of(model).embeds:
+        if objective_of(model).pools:
             return LayerCost(0, 0.0)
         weights = vocabulary(model) * model.language.hidden_size
         predicted = work.trained_tokens * (1 + model.language.mtp_layers)
@@ -277,7 +278,7 @@ class Output(LayerKind):
         return 1 + reached, trained * (1 + computes_logits_again(scenario))
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
-        if objective_of(scenario.model).embeds:
+        if objective_of(scenario.model).pools:
             return _pooled_bytes(scenario)
         count, e = predictions(scenario), scenario.bytes_each
         reached = scenario.gradient_reaches[scenario.names.index(OUTPUT)]
@@ -293,7 +294,7 @@ class Output(LayerKind):
         return hidden + (0.0 if computes_logits_again(scenario) else logits_bytes(scenario))
 
     def communication(self, scenario: Scenario) -> Communication:
-        if objective_of(scenario.model).embeds:  # pooled states alone
+        if objective_of(scenario.model).pools:  # pooled states alone
             return Communication()
         depths, text = 1 + scenario.model.language.mtp_layers, stream_bytes(Stream.TEXT, scenario)
         count = predictions(scenario)
@@ -333,11 +334,11 @@ def logit_columns(scenario: Scenario) -> int:
 
 def computes_logits_again(scenario: Scenario) -> bool:
     """Return whether the backward pass of a trained output layer recomputes the logits."""
-    return predictions(scenario) > scenario.loss_chunk and not objective_of(scenario.model).embeds
+    return predictions(scenario) > scenario.loss_chunk and not objective_of(scenario.model).pools
 
 
 def logits_bytes(scenario: Scenario) -> float:
     """Return the bytes of logits that a rank has in memory at a time while it computes the loss."""
-    if objective_of(scenario.model).embeds:
+    if objective_of(scenario.model).pools:
         return 0.0
     return min(scenario.loss_chunk, predictions(scenario)) * logit_columns(scenario) * scenario.bytes_each

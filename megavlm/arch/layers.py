@@ -153,8 +153,9 @@ def trains_weights(name: str, config: Config) -> bool:
 
 
 def is_trained(key: str, config: Config) -> bool:
-    """Return whether the model's weight of this global name is trained; in parts with adapters, only routers can be."""
-    return trains_weights(key, config) or (".mlp.router." in key and trains_router(config, number_of(key)))
+    """Return whether the model's weight of this global name is trained: with adapters, routers and heads can be."""
+    routes = ".mlp.router." in key and trains_router(config, number_of(key))
+    return routes or trains_weights(key, config) or key.startswith(f"{OUTPUT}.head.")
 
 
 def keeps_fp8(name: str, config: Config) -> bool:

@@ -21,12 +21,18 @@ class Objective:
     """A training objective: the output layer's result, the loss's parameters, and the terms that it averages over."""
 
     embeds: bool  # the output layer pools hidden states into one vector for each text; else it computes logits
+    scores: bool = False  # the output layer is a reward head: one number for each text, from its last hidden state
     learned: tuple[str, ...] = ()  # parameters of the loss that may be trained
     counted: str = "tokens"  # terms that the loss is a mean over
     compares: bool = False  # a sample is two answers to a prompt, of which the first is preferred
     rates: bool = False  # one of the two may be missing
     refers: bool = False  # the loss reads log-probabilities of the model that the run begins with
     measured: tuple[str, ...] = ()  # means over the `counted` terms that a step reports in addition to the loss
+
+    @property
+    def pools(self) -> bool:
+        """Return whether the output layer reads pooled hidden states, and has no vocabulary to predict."""
+        return self.embeds or self.scores
 
     def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Return the means of the `measured` quantities, from their sums over `count` terms of the loss.
@@ -47,6 +53,7 @@ class Objective:
 
 # Of pairs of answers: β · log-ratios, their difference, whether it is positive; answer tokens of both.
 ANSWER_MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "answer_tokens")
+HEAD = f"{OUTPUT}.head.weight"  # of a reward head, [1, H]
 CHOSEN_SHARE = "chosen_share"  # of rated answers, those that are good
 OBJECTIVES: Mapping[str, Objective] = {
     "next-token": Objective(embeds=False),
@@ -66,6 +73,7 @@ OBJECTIVES: Mapping[str, Objective] = {
         refers=True,
         measured=tuple(CHOSEN_SHARE if name == "reward_margin" else name for name in ANSWER_MEASURES),
     ),
+    "reward": Objective(embeds=False, scores=True, counted="pairs", compares=True, measured=ANSWER_MEASURES[:-1]),
 }
 
 
@@ -87,10 +95,10 @@ def learned_scalars(model: ModelConfig) -> tuple[str, ...]:
 
 
 def is_learned_scalar(key: str) -> bool:
-    """Return whether the parameter of this global name belongs to the loss, so that no Hugging Face folder has it."""
+    """Return whether the parameter of this global name belongs to the loss, which few Hugging Face folders have."""
     return kind_of(key) == OUTPUT and not key.startswith(f"{OUTPUT}.linear.")
 
 
 def ties_output(model: ModelConfig) -> bool:
     """Return whether the output layer shares the embedding's weight."""
-    return model.language.tie_embeddings and not objective_of(model).embeds
+    return model.language.tie_embeddings and not objective_of(model).pools

@@ -25,14 +25,16 @@ from megavlm.config.vision_schema import AUDIO, AudioConfig, VisionConfig
 
 ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
 PAIRED = ("dpo", "ipo", "orpo", "simpo")  # objectives that compare two answers to a prompt
-PREFERENCES = (*PAIRED, "kto")  # … or rate one
+PREFERENCES = (*PAIRED, "kto", "reward")  # … or rate one, or train a head that scores answers
 EMBEDDINGS = Needs(
     lambda config: config.model.objective.kind not in ("next-token", *PREFERENCES),
     "without embeddings",
     "add --objective contrastive",
 )
 of_embeddings = partial(option, needs=EMBEDDINGS)
-ANSWERS = Needs(lambda config: config.model.objective.kind in PREFERENCES, "without preferences", "add --objective dpo")
+ANSWERS = Needs(
+    lambda config: config.model.objective.kind in (*PAIRED, "kto"), "without log-ratios", "add --objective dpo"
+)
 
 
 def _with_objective(*kinds: str) -> Needs:
@@ -104,10 +106,11 @@ class ProjectorConfig:
 class ObjectiveConfig:
     """The objective: output of the last layer (logits or embeddings), and the loss."""
 
-    kind: Literal["next-token", "contrastive", "sigmoid", "dpo", "ipo", "orpo", "simpo", "kto"] = option(
+    kind: Literal["next-token", "contrastive", "sigmoid", "dpo", "ipo", "orpo", "simpo", "kto", "reward"] = option(
         "next-token",
         "Loss: next-token, of query and document embeddings contrastive (InfoNCE) or sigmoid (SigLIP), of a chosen "
-        "and a rejected answer dpo, ipo, orpo or simpo, or of answers labelled good or bad kto (z₀ is 0).",
+        "and a rejected answer dpo, ipo, orpo or simpo, or of answers labelled good or bad kto (z₀ is 0); reward: a "
+        "head scores both answers (Bradley-Terry).",
         flag="--objective",
         point="objectives",
     )

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.image_tokens import Grid, features_of, tokens_per_image
-from megavlm.arch.objectives import objective_of
+from megavlm.arch.objectives import Objective, objective_of
 from megavlm.config.derived import has_vision
-from megavlm.config.schema import AudioConfig, Config, ProjectorConfig
+from megavlm.config.schema import AudioConfig, Config, ObjectiveConfig, ProjectorConfig
 from megavlm.data.tokenizers import NO_IMAGE
 from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, WITHOUT_VISION, Row, Sample
 from megavlm.errors import UserError
@@ -49,7 +49,8 @@ class CollateSpec:
     mrope: bool = False  # three rotary positions per token
     canvas_tokens: tuple[int, ...] = ()  # marker tokens around slices; if set, M-RoPE uses positions on a canvas
     num_sources: int = 0  # data sets whose losses are reported separately
-    # Pooling of a text: the `last` token or the `mean` for an embedding, `answer` for the log-probability of an answer.
+    # Pooling of a text: the `last` token or the `mean` for an embedding, `answer` for the log-probability of an answer,
+    # `score` for that of a reward head.
     pooling: str | None = None
     dtype: torch.dtype = torch.float32  # of patches: the model's, to which its first layer would cast them
     counted: str = "tokens"  # the unit over which the loss is averaged (`Objective.counted`)
@@ -75,7 +76,7 @@ class CollateSpec:
             mrope=bool(model.language.mrope_section),
             canvas_tokens=model.canvas_tokens,
             num_sources=len(source.names),
-            pooling="answer" if objective.compares else model.objective.pooling if objective.embeds else None,
+            pooling=_pooling(objective, model.objective),
             counted=objective.counted,
         )
 
@@ -208,6 +209,13 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
     )
 
 
+def _pooling(objective: Objective, options: ObjectiveConfig) -> str | None:
+    """Return what a text's pooled positions are: those of an answer, the last ("score"), or as an embedding is told."""
+    if objective.compares:
+        return "score" if objective.scores else "answer"
+    return options.pooling if objective.embeds else None
+
+
 def _terms(row: Row, spec: CollateSpec) -> int:
     """Return the number of loss terms of a row: queries, answers or positives, depending on `spec.counted`."""
     roles = {"queries": (QUERY,), "answers": (POSITIVE, NEGATIVE)}.get(spec.counted, (POSITIVE,))
@@ -222,7 +230,7 @@ def _texts_of(rows: Sequence[Row]) -> list[Row]:
 def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
     """Return `members`, `pool` and `pool_weights` for rows of texts to embed, or of answers to score.
 
-    For an answer, `pool` has the positions that predict its tokens, each with weight 1.
+    For an answer, `pool` has the positions that predict its tokens, each with weight 1; for a score, the last position.
     """
     members: list[tuple[int, int, int, int]] = []
     positions: list[NDArray[np.int64]] = []
@@ -232,7 +240,7 @@ def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
         for text in row:
             start, end = end, end + len(text)
             (member,) = text.members
-            record += member.role == (POSITIVE if spec.pooling == "answer" else QUERY)
+            record += member.role == (POSITIVE if spec.pooling in ("answer", "score") else QUERY)
             members.append((record, member.role, member.identity, text.source))
             if spec.pooling == "answer":
                 positions.append(start + np.flatnonzero(text.trained[1:]))

@@ -160,7 +160,8 @@ def _of_run(path: Path) -> Config:
     checkpoint = folders.resolve(path)
     saved = model_of(read_summary(checkpoint), checkpoint)
     model = saved.model
-    if objective_of(model).compares:  # a model of pairs is like any other: samples of single answers are enough
+    objective = objective_of(model)
+    if objective.compares and not objective.scores:  # such a model is like any other: single answers are enough
         model = replace(model, objective=ObjectiveConfig())
     file = checkpoint.parent.parent / "config.yaml"
     run = from_yaml_file(file) if file.is_file() else Config()

@@ -235,15 +235,23 @@ class Representation(MegatronModule):
     """Pooling of hidden states, [S(/TP), B, H] → fp32 [R·H + learned scalars], with the learned scalars of the loss.
 
     The scalars follow the vectors, so that the loss returns one gradient for all. The loss normalises the vectors,
-    separately for each width at which it is computed.
+    separately for each width at which it is computed. With a reward head the result is one score for each text, [R].
     """
 
-    def __init__(self, learned: tuple[str, ...], *, layer_config: TransformerConfig, groups: Groups) -> None:
-        """Build the pooling, with one scalar for each name in `learned`."""
+    reads_below = True  # it reads the head's weight itself
+
+    def __init__(
+        self, learned: tuple[str, ...], *, scores: bool, layer_config: TransformerConfig, groups: Groups
+    ) -> None:
+        """Build the pooling, with one scalar for each name in `learned`, and a reward head if it `scores`."""
         super().__init__(config=layer_config)
         self.groups = groups
         self.sharded = layer_config.sequence_parallel
         self.learned = learned
+        self.head: nn.Linear | None = None
+        if scores:
+            self.head = nn.Linear(layer_config.hidden_size, 1, bias=False, dtype=layer_config.params_dtype)
+            self.head.weight.sequence_parallel = self.sharded  # type: ignore[attr-defined]
         for name in learned:
             self.register_parameter(name, nn.Parameter(torch.empty(1, dtype=layer_config.params_dtype)))
 
@@ -256,14 +264,16 @@ class Representation(MegatronModule):
         assert text.pool is not None, "the data loader says which positions are pooled"
         assert text.pool_weights is not None
         positions, owners = text.pool
-        length, samples, width = hidden.shape
+        length, samples, _ = hidden.shape
         # This rank's part of the rows; positions of other parts count zero times.
         row, place = positions // text.tokens.shape[1], positions % text.tokens.shape[1]
         place = place - length * self.groups.coords.tp if self.sharded else place
         here = (place >= 0) & (place < length)
         rows = hidden.flatten(0, 1).index_select(0, place.clamp(0, length - 1) * samples + row).float()
+        if self.head is not None:  # before the sum over ranks: of the head's gradient, each has its own positions' part
+            rows = nn.functional.linear(rows, self.head.weight.float())
         weights = text.pool_weights * here
-        pooled = rows.new_zeros(len(text.lengths), width).index_add(0, owners, rows * weights[:, None])
+        pooled = rows.new_zeros(len(text.lengths), rows.shape[1]).index_add(0, owners, rows * weights[:, None])
         if self.sharded:
             pooled = reduce_from_tensor_model_parallel_region(pooled, group=self.groups.tp)
         if self.groups.dims.cp > 1:

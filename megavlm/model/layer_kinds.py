@@ -128,8 +128,9 @@ def _build_prediction_input(builder: LayerBuilder, name: str) -> nn.Module:
 
 def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
     model = builder.config.model
-    if objective_of(model).embeds:
-        return Representation(learned_scalars(model), layer_config=builder.language, groups=builder.groups)
+    if (objective := objective_of(model)).pools:
+        learned = learned_scalars(model)
+        return Representation(learned, scores=objective.scores, layer_config=builder.language, groups=builder.groups)
     own = not (model.language.tie_embeddings and builder.ties_locally)
     # The embedding adds to the gradient of a weight that it shares, through autograd.
     fused = output_accumulation_fields(builder.config) if own else {}

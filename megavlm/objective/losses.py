@@ -1,4 +1,4 @@
-"""Losses: next-token, preference (DPO, IPO, SimPO, ORPO, KTO), and contrastive over a global batch (InfoNCE, sigmoid).
+"""Losses: next-token, preference (DPO, IPO, SimPO, ORPO, KTO, reward), contrastive over a batch (InfoNCE, sigmoid).
 
 **InfoNCE** (van den Oord et al. 2018; CLIP, DPR), distributed over ranks. For a query q and a positive p of q, with
 cosines s and temperature τ:
@@ -46,6 +46,9 @@ sums over micro-batches and ranks, divided by the number of pairs, are the same 
 TRL has the same losses and gradients for a pair (`tests/unit/objective/test_trl.py`), except that its ORPO adds the
 cross entropy of the prompt to that of the answer. Of several pairs, it averages cross entropies (ORPO, `rpo_alpha`)
 over the tokens of a micro-batch, not over answers. Its `robust` (Chowdhury et al. 2024) uses ε in another way.
+
+A **reward head** gives each answer a score r, from the hidden state of the last token of its conversation, and a pair
+the loss of Bradley and Terry, −log σ(r(w) − r(l)) (Ouyang et al. 2022).
 
 **Rated answers** have one loss per answer; the sum is divided by the number of answers. λ is `desirable_weight`.
 
@@ -307,27 +310,33 @@ def preference_loss(
     batch: MicroBatch, num_sources: int, options: ObjectiveConfig, group: dist.ProcessGroup, losses: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed loss of the pairs or rated answers of a micro-batch, their number, and the sums for
-    `Schedule.train`.
+    `Schedule.train`. `losses` are cross entropies [B, S], or of a reward head the scores [R] of the answers.
 
-    The sums are [2 + 2·num_sources + 5]: first as in `next_token`, then the metrics of `Objective.measured`. All
+    The sums are [2 + 2·num_sources + measures]: first as in `next_token`, then the metrics of `Objective.measured`. All
     context-parallel ranks compute the same loss; number and sums are zero on all but the first.
     """
-    logs, lengths = answer_log_probabilities(batch, losses, group)
     reference, members = batch.text.reference, batch.text.members
     assert members is not None
     assert reference is not None or not OBJECTIVES[options.kind].refers, "the data loader has read the references"
+    tokens: list[Tensor] = []
+    if options.kind == "reward":
+        rewards = losses.double().unflatten(0, (-1, 2))
+        terms = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
+    else:
+        logs, lengths = answer_log_probabilities(batch, losses, group)
+        reference, tokens = torch.zeros_like(logs) if reference is None else reference, [lengths.sum()]
+        if options.kind != "kto":
+            terms, rewards = pair_losses(logs, lengths, reference, options)
     if options.kind == "kto":
-        assert reference is not None
         good = members[:, ROLE] == POSITIVE
         terms, rewards = rated_losses(logs - reference, good, options)
         signed = torch.where(good, rewards, -rewards)
         measured = [rewards[good].sum(), rewards[~good].sum(), good.sum()]
     else:
         members = members[::2]
-        terms, rewards = pair_losses(logs, lengths, torch.zeros_like(logs) if reference is None else reference, options)
         signed = rewards[:, 0] - rewards[:, 1]
         measured = [*rewards.sum(0), signed.sum()]
-    measured += [(signed > 0).sum(), lengths.sum()]
+    measured += [(signed > 0).sum(), *tokens]
     total = terms.sum() + 0.0 * losses.sum()  # a micro-batch without answers has gradients, too
     parts = [torch.stack([terms.sum(), terms.new_tensor(len(terms))])]
     if num_sources:

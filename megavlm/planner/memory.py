@@ -220,7 +220,7 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
         # One layer at a time is computed anew; its input replaces its gradient.
         return saved_bytes(name, scenario) + _expert_bytes(name, scenario) + scores
     if name == OUTPUT:
-        if objective_of(scenario.model).embeds:
+        if objective_of(scenario.model).pools:
             return 2 * hidden_bytes(name, scenario)
         weight = vocabulary_shard(scenario.model, scenario.dims.tp) * e * scenario.trains(OUTPUT)
         logits = logits_bytes(scenario)  # of some positions, then of a block of the vocabulary

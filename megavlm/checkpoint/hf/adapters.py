@@ -2,8 +2,8 @@
 
 megavlm trains one adapter each for query, key and value. If the Hugging Face model has one fused linear layer for the
 three, PEFT's A is the concatenation of the three A and its B is block-diagonal: rank 3r with alpha 3α computes the
-same. Adapters of routed experts become PEFT's adapters of parameters (`target_parameters`), and trained routers become
-modules that PEFT saves whole (`modules_to_save`).
+same. Adapters of routed experts become PEFT's adapters of parameters (`target_parameters`), and trained routers and a
+reward head become modules that PEFT saves whole (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megavlm.arch.objectives import HEAD
 from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader, TrainedRecords
+from megavlm.checkpoint.hf.pretrained import SCORE
 from megavlm.checkpoint.hf.sidecar import exportable, family_at
 from megavlm.config.lora_config import LINEAR_ATTENTION, frozen_parts, is_adapter, trained_whole
 from megavlm.config.schema import Config, LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.family import Family
-from megavlm.families.shared.table import QKV, FusedQKV, Grouped, Rule, Table
+from megavlm.families.shared.table import QKV, FusedQKV, Grouped, Rename, Rule, Table
 from megavlm.files import replace_file
 from megavlm.model.weights import real_shape
 
@@ -91,9 +93,12 @@ def read_adapters(records: TrainedRecords, model: ModelConfig) -> dict[str, Adap
     return grouped({key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}, model)
 
 
-def read_routers(records: TrainedRecords) -> dict[str, Tensor]:
-    """Return all router tensors of a checkpoint by global name. Raises UserError if they are damaged."""
-    keys = [key for key in records.stored if ".mlp.router." in key and not key.startswith("optimizer.")]
+def read_whole(records: TrainedRecords, *, routers: bool) -> dict[str, Tensor]:
+    """Return the tensors that are trained whole beside adapters, by global name: a reward head, and the routers if
+    asked for. Raises UserError if they are damaged.
+    """
+    names = (HEAD, *(key for key in records.stored if routers and ".mlp.router." in key))
+    keys = [key for key in names if key in records.stored and not key.startswith("optimizer.")]
     records.verify(keys)
     return {key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}
 
@@ -179,8 +184,8 @@ def adapters_of(
             f"{source} has adapters of {', '.join(lost)}, which PEFT would take for those of experts: use merge-lora, "
             "or train with --lora-targets q_proj k_proj v_proj o_proj"
         )
-    routers = read_routers(records) if saved.lora.train_router else {}
-    return peft_adapters(adapters, table_in_memory(family, saved.model), saved.lora, routers=routers)
+    table = {**table_in_memory(family, saved.model), HEAD: Rename(SCORE)}
+    return peft_adapters(adapters, table, saved.lora, whole=read_whole(records, routers=saved.lora.train_router))
 
 
 def peft_adapters(
@@ -188,16 +193,16 @@ def peft_adapters(
     table: Table,
     lora: LoraConfig,
     *,
-    routers: Mapping[str, Tensor] | None = None,
+    whole: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return adapters in PEFT's format: the tensors of `adapter_model.safetensors` by name, and the content of
-    `adapter_config.json`, without the base model's name. `routers` are the tensors of trained routers.
+    `adapter_config.json`, without the base model's name. `whole` are the tensors of `read_whole`.
     """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
-    parameters, routers = factors_of_experts(adapters, table), routers or {}
+    parameters, whole = factors_of_experts(adapters, table), whole or {}
     tensors |= {name: value for factors in parameters.values() for name, value in factors.items()}
-    tensors |= {f"{PREFIX}{table[key].hf_names[0]}": value for key, value in routers.items()}
+    tensors |= {f"{PREFIX}{table[key].hf_names[0]}": value for key, value in whole.items()}
     for key, held in adapters.items():
         if held.of_experts is not None:
             continue
@@ -215,7 +220,7 @@ def peft_adapters(
         "lora_dropout": lora.dropout,
         "target_modules": sorted(ranks),
         "target_parameters": sorted(parameters),
-        "modules_to_save": sorted({table[key].hf_names[0].rpartition(".")[0] for key in routers}),
+        "modules_to_save": sorted({table[key].hf_names[0].rpartition(".")[0] for key in whole}),
         "rank_pattern": {module: rank for module, rank in ranks.items() if rank != lora.rank},
         "alpha_pattern": {module: lora.alpha * rank / lora.rank for module, rank in ranks.items() if rank != lora.rank},
         "bias": "none",

@@ -129,7 +129,7 @@ def _remove_index(files: Path) -> None:
 def _output_aside(pretrained: Pretrained, name: str) -> Kept:
     """Return {name: weight of the output layer} for an embedding model, which does not use this weight; else {}."""
     head = pretrained.family.name_prefixes[pretrained.variant].head
-    kept = pretrained.embeds and "language" in pretrained.parts and head in pretrained.folder.tensors
+    kept = pretrained.pools and "language" in pretrained.parts and head in pretrained.folder.tensors
     return {name: (pretrained.folder, head)} if kept else {}
 
 

@@ -30,7 +30,7 @@ from megavlm.checkpoint.hf.embedding_files import (
     write_file_of_parts,
 )
 from megavlm.checkpoint.hf.hf_files import DTYPE_NAMES, DTYPES, INDEX, PIECE_BYTES, HfFolder, StreamedFile, for_each
-from megavlm.checkpoint.hf.pretrained import check_size, copies, refuse, without_output
+from megavlm.checkpoint.hf.pretrained import SCORE, check_size, copies, refuse, with_head
 from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept, exportable, family_at, sidecars
 from megavlm.checkpoint.hf.slices import pieces_of, slice_of
 from megavlm.checkpoint.summary import model_of, read_summary
@@ -89,8 +89,8 @@ class Exported:
         where = f"{checkpoint} is damaged, or its megavlm.json is another checkpoint's"
         check_size(model, ALL_PARTS, [each.shape for each in stored.values()], where=where)
         table = family.table(model, family.name_prefixes[sidecar.variant])
-        if objective_of(model).embeds:  # the weight of the output layer is unused, and goes back as it came
-            table = without_output(table)
+        if objective_of(model).pools:  # the weight of the output layer is unused, and goes back as it came
+            table = with_head(table, model)
         if part is not None:
             table = {key: rule for key, rule in table.items() if part_of(key) == part}
         refuse((f"missing {key}" for key in table.keys() - stored.keys()), f"{checkpoint} cannot be exported")
@@ -266,15 +266,21 @@ def _scores(records: TrainedRecords, model: ModelConfig) -> dict[str, float]:
 
 
 def _files(declared: Declared, sidecar: Sidecar) -> dict[str, Declared]:
-    """Return the tensors of each file, divided as in the original files or, if these are not known, by size."""
-    if sidecar.file_of and sidecar.file_of.keys() != declared.keys():
-        differing = sorted(sidecar.file_of.keys() ^ declared.keys())
+    """Return the tensors of each file, divided as in the original files or, if these are not known, by size.
+
+    A reward head that the original files lack goes into the last file.
+    """
+    file_of = dict(sidecar.file_of)
+    if file_of and SCORE in declared:
+        file_of.setdefault(SCORE, max(file_of.values()))
+    if file_of and file_of.keys() != declared.keys():
+        differing = sorted(file_of.keys() ^ declared.keys())
         raise UserError(
             f"{sidecar.path / TENSORS} and the checkpoint have different tensors, as {differing[0]!r:.80}: the folder "
             "is damaged"
         )
     files: dict[str, Declared] = {}
-    for name, file in (sidecar.file_of or _cut(declared)).items():
+    for name, file in (file_of or _cut(declared)).items():
         files.setdefault(file, {})[name] = declared[name]
     return files
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megavlm.arch.image_tokens import Tiling
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, layer_names, part_of
-from megavlm.arch.objectives import is_learned_scalar, objective_of
+from megavlm.arch.objectives import HEAD, is_learned_scalar, objective_of
 from megavlm.checkpoint.hf.hf_files import DTYPES, HfFolder
 from megavlm.checkpoint.hf.slices import RowReader, slice_of, widened, widest
 from megavlm.config.lora_config import is_adapter
@@ -24,7 +24,7 @@ from megavlm.errors import UserError
 from megavlm.families import family_of, without_published
 from megavlm.families.shared.connectors import decided_of, with_connector
 from megavlm.families.shared.family import ALL_PARTS, LANGUAGE_ALONE, Family
-from megavlm.families.shared.table import Shape, Table, fits, matches
+from megavlm.families.shared.table import Rename, Shape, Table, fits, matches
 from megavlm.rules.defaults import resolve_model
 from megavlm.rules.fields import options
 from megavlm.storage.cache import local_path
@@ -33,6 +33,8 @@ PATCH_WEIGHT = f"{PATCH_EMBED}.proj.weight"
 # Options of experts that the run decides, not the folder's model: load balancing in training.
 BALANCING = ("aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "router_force_load_balancing")
 _SLACK = 2  # factor by which tensors may fall short of the described size: missing ones are listed later
+
+SCORE = "score.weight"  # the reward head, as sequence classifiers of Transformers name it
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Pretrained:
     variant: int  # index of the family's name_prefixes that the files use
     table: Table  # the names of all parts that the folder has
     new_channels: str = "zeros"  # model.vision.new_channels
-    embeds: bool = False  # the run has no vocabulary to predict: the output layer's weight is kept aside, unused
+    pools: bool = False  # the run has no vocabulary to predict: the output layer's weight is kept aside, unused
 
     @property
     def tiling(self) -> Tiling | None:
@@ -108,7 +110,7 @@ class Pretrained:
 
     def provides(self, key: str) -> bool:
         """Return whether the run takes the weight with the global name `key` from this folder."""
-        there = (key in self.table or not self.family.partial) and not is_learned_scalar(key)
+        there = key in self.table or not (self.family.partial or is_learned_scalar(key))
         return part_of(key) in self.parts and not is_adapter(key) and there
 
     @property
@@ -130,7 +132,7 @@ class Pretrained:
         known = [re.compile(pattern) for pattern in self.family.unused]
         if self.family.predictors is not None and not self.model.language.mtp_layers:
             known.append(re.compile(self.family.predictors.names))
-        if self.embeds:
+        if self.pools:
             known.append(re.compile(re.escape(self.family.name_prefixes[self.variant].head)))
         surplus = [name for name in self.unused if not any(pattern.fullmatch(name) for pattern in known)]
         untied = [
@@ -196,9 +198,12 @@ def copies(family: Family, variant: int, model: ModelConfig, names: Container[st
     return {name: original for name, original in found.items() if name in names}
 
 
-def without_output(table: Table) -> Table:
-    """Return the table without the weight of the output layer, which embedding models do not have."""
-    return {key: rule for key, rule in table.items() if kind_of(key) != OUTPUT}
+def with_head(table: Table, model: ModelConfig) -> Table:
+    """Return the table without the weight of the output layer, which models that pool do not have, and with that of a
+    reward head.
+    """
+    rest = {key: rule for key, rule in table.items() if kind_of(key) != OUTPUT}
+    return rest | ({HEAD: Rename(SCORE)} if objective_of(model).scores else {})
 
 
 def _names(table: Table) -> set[str]:
@@ -212,9 +217,14 @@ def pretrained_of(config: Config, *, weights: bool = True) -> list[Pretrained]:
     Without `weights`, a folder may have config.json alone, and no weights are downloaded from the hub.
     """
     folders = _named_folders(config, weights)
-    if not objective_of(config.model).embeds:
+    if not objective_of(config.model).pools:
         return folders
-    return [replace(each, embeds=True, table=without_output(each.table)) for each in folders]
+    return [replace(each, pools=True, table=_with_own_head(each, config.model)) for each in folders]
+
+
+def _with_own_head(pretrained: Pretrained, model: ModelConfig) -> Table:
+    table = with_head(pretrained.table, model)
+    return {key: rule for key, rule in table.items() if key != HEAD or SCORE in pretrained.folder.tensors}
 
 
 def _named_folders(config: Config, weights: bool) -> list[Pretrained]:
