@@ -89,6 +89,16 @@ def _of_extension(kind: str) -> Objective:
     return Objective(embeds=True, learned=entry.learned, counted=entry.counted)
 
 
+def pooling_of(model: ModelConfig) -> str | None:
+    """Return which positions of a text a loss reads apart: those of an `answer`, the last for a `score`, those of an
+    embedding (`last`, `mean`); None if it reads all alike.
+    """
+    objective = objective_of(model)
+    if objective.compares:
+        return "score" if objective.scores else "answer"
+    return model.objective.pooling if objective.embeds else None
+
+
 def learned_scalars(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the trained parameters of the loss; none if they are fixed."""
     return objective_of(model).learned if model.objective.learn_temperature else ()

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.image_tokens import Grid, features_of, tokens_per_image
-from megavlm.arch.objectives import Objective, objective_of
+from megavlm.arch.objectives import objective_of, pooling_of
 from megavlm.config.derived import has_vision
-from megavlm.config.schema import AudioConfig, Config, ObjectiveConfig, ProjectorConfig
+from megavlm.config.schema import AudioConfig, Config, ProjectorConfig
 from megavlm.data.tokenizers import NO_IMAGE
 from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, WITHOUT_VISION, Row, Sample
 from megavlm.errors import UserError
@@ -76,7 +76,7 @@ class CollateSpec:
             mrope=bool(model.language.mrope_section),
             canvas_tokens=model.canvas_tokens,
             num_sources=len(source.names),
-            pooling=_pooling(objective, model.objective),
+            pooling=pooling_of(model),
             counted=objective.counted,
         )
 
@@ -207,13 +207,6 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
         sources=torch.from_numpy(sources) if spec.num_sources > 1 else None,
         **(_embedded(rows, spec) if spec.pooling is not None else {}),
     )
-
-
-def _pooling(objective: Objective, options: ObjectiveConfig) -> str | None:
-    """Return what a text's pooled positions are: those of an answer, the last ("score"), or as an embedding is told."""
-    if objective.compares:
-        return "score" if objective.scores else "answer"
-    return options.pooling if objective.embeds else None
 
 
 def _terms(row: Row, spec: CollateSpec) -> int:
