@@ -5,8 +5,9 @@
 Scans of scikit-learn (those of the demo) are written as files: questions whose answers are right or, half of them,
 one too high; and pairs in which the right answer is preferred to that wrong one. The model of `examples/first_run` is
 trained on the questions, and from its export on the pairs. Before and after, Transformers alone computes how likely
-each of ten answers is for held-out scans. Appended to `records/preferences.jsonl`: the share of pairs whose right
-answer is the likelier one, the share of scans whose right answer is the likeliest of ten, and the processor time.
+each of ten answers is for held-out scans, or after `--objective reward`, what score the head gives it. Appended to
+`records/preferences.jsonl`: the share of pairs whose right answer is the likelier one, the share of scans whose right
+answer is the likeliest of ten, and the processor time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def main() -> None:
         run("examples/first_run/small_model.py", str(folder / "model"))
         first, then = map(str, arguments.steps)
         trained(folder, "model", "questions", ["--train-iters", first, "--lr", "2e-3"])
-        flags = ["--objective", arguments.objective, "--set", f"model.objective.beta={arguments.beta}"]
+        flags = ["--objective", arguments.objective]
+        flags += ["--set", f"model.objective.beta={arguments.beta}"] * (arguments.objective != "reward")
         flags += [f"model.objective.rpo_alpha={arguments.rpo_alpha}"] * bool(arguments.rpo_alpha)
         trained(folder, "questions", "pairs", [*flags, "--train-iters", then, "--lr", "5e-4"])
         figures = {
@@ -101,6 +103,7 @@ def run(*words: str) -> None:
 def shares(folder: Path, held_out: list[tuple[Path, int, int]]) -> dict[str, float]:
     """Return the share of held-out pairs and of scans whose right answer is the likelier one, by Transformers."""
     import torch
+    from safetensors import safe_open
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     torch.set_num_threads(1)
@@ -108,15 +111,20 @@ def shares(folder: Path, held_out: list[tuple[Path, int, int]]) -> dict[str, flo
     asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
     said = [{"role": "assistant", "content": [{"type": "text", "text": word}]} for word in WORDS]
     texts = [processor.apply_chat_template([asked, answer]) for answer in said]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        head = file.get_tensor("score.weight").float() if "score.weight" in file.keys() else None  # noqa: SIM118
     pairs = answers = 0
     for path, digit, wrong in held_out:
         images = [Image.open(path)] * len(WORDS)
         inputs = processor(images=images, text=texts, add_special_tokens=False, return_tensors="pt", padding=True)
         with torch.no_grad():
-            logprobs = model(**inputs).logits.log_softmax(-1)
+            states = model.model(**inputs).last_hidden_state
+            logprobs = model.lm_head(states).log_softmax(-1)
         each = logprobs[:, :-1].gather(2, inputs["input_ids"][:, 1:, None])[..., 0]
         # Tokens are bytes, and one for the end; padding is on the left.
         found = torch.stack([each[row, -len(word) - 1 :].sum() for row, word in enumerate(WORDS)])
+        if head is not None:
+            found = states[:, -1] @ head[0]
         pairs += bool(found[digit] > found[wrong])
         answers += int(found.argmax()) == digit
     return {"pairs_right": pairs / len(held_out), "answers_right": answers / len(held_out)}
