@@ -324,12 +324,12 @@ def preference_loss(
         terms = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
     else:
         logs, lengths = answer_log_probabilities(batch, losses, group)
-        reference, tokens = torch.zeros_like(logs) if reference is None else reference, [lengths.sum()]
+        before, tokens = torch.zeros_like(logs) if reference is None else reference, [lengths.sum()]
         if options.kind != "kto":
-            terms, rewards = pair_losses(logs, lengths, reference, options)
+            terms, rewards = pair_losses(logs, lengths, before, options)
     if options.kind == "kto":
         good = members[:, ROLE] == POSITIVE
-        terms, rewards = rated_losses(logs - reference, good, options)
+        terms, rewards = rated_losses(logs - before, good, options)
         signed = torch.where(good, rewards, -rewards)
         measured = [rewards[good].sum(), rewards[~good].sum(), good.sum()]
     else:
