@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -189,51 +190,68 @@ def seen(processor: Processor, sample: Sample, number: int) -> tuple[Film | None
         return None, [drawn(sample.sounds[number - len(sample.images)].mels())]
     image = sample.images[number]
     if image.film is None:
-        return None, _pictures(processor, image, whole_first=bool(sample.tile_groups))
+        return None, _pictures(processor, image)
     return image.film, _frames(processor, image)
 
 
-def _pictures(processor: Processor, image: Picture, *, whole_first: bool) -> list[Pixels]:
+def _pictures(processor: Processor, image: Picture) -> list[Pixels]:
     """Return an image as the vision tower receives it, as pictures uint8 [height, width, 3].
 
     A tiled image that includes a tile of the whole image gives two pictures: its other tiles joined, and that tile.
     """
     patches = image.patches().split([rows * columns for rows, columns in image.grids])
+    normal: Any = {"mean": processor.mean, "std": processor.std, "rgb": processor.vision_input == RGB}
     pictures = [
-        unpatchified(cells, grid, patch=processor.patch_size, mean=processor.mean, std=processor.std)
+        unpatchified(cells, grid, patch=processor.patch_size, **normal)
         for cells, grid in zip(patches, image.grids, strict=True)
     ]
     rows, columns = image.arrangement
     if not rows or rows * columns + 1 != len(pictures):
         return pictures
-    whole = pictures.pop(0 if whole_first else -1)
+    whole = pictures.pop(0 if processor.whole_first else -1)
     lines = [np.concatenate(pictures[row * columns : (row + 1) * columns], axis=1) for row in range(rows)]
     return [np.concatenate(lines), whole]
 
 
 def _frames(processor: Processor, video: Picture) -> list[Pixels]:
-    """Return the frames of a video as the vision tower receives them, as pictures uint8 [height, width, 3]."""
+    """Return the frames of a video as the vision tower receives them, as pictures uint8 [height, width, 3].
+
+    Slices, which follow the copy of their frame, are left out.
+    """
     assert processor.video is not None
     assert video.film is not None
     span, patch = processor.video.frames_per_patch, processor.patch_size
     groups = video.patches().unflatten(1, (3, span, -1)).movedim(2, 0)  # [span, P, 3, p·p]
     sizes = [rows * columns for rows, columns in video.grids]
     by_frame = [group.flatten(1).split(sizes) for group in groups]
+    tiles = len(sizes) // -(-len(video.film.frames) // span)  # of a frame, or of a pair of frames
     pictures = [
         unpatchified(by_frame[place][number], grid, patch=patch, mean=processor.video.mean, std=processor.video.std)
         for number, grid in enumerate(video.grids)
+        if number % tiles == 0
         for place in range(span)
     ]
     return pictures[: len(video.film.frames)]
 
 
 def unpatchified(
-    patches: Tensor, grid: tuple[int, int], *, patch: int, mean: tuple[float, ...], std: tuple[float, ...]
+    patches: Tensor,
+    grid: tuple[int, int],
+    *,
+    patch: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    rgb: bool = True,
 ) -> Pixels:
-    """Return the pixels [height, width, 3] of row-major, normalised patches [rows·columns, 3·p·p]: undo `patchify`."""
+    """Return the pixels [height, width, 3] of row-major, normalised patches [rows·columns, C·p·p]: undo `patchify`.
+
+    Channels other than those of photos become a picture by `as_picture`.
+    """
     rows, columns = grid
-    cells = patches.numpy().reshape(rows, columns, 3, patch, patch).transpose(0, 3, 1, 4, 2)
-    values = cells.reshape(rows * patch, columns * patch, 3) * np.array(std) + np.array(mean)
+    cells = patches.numpy().reshape(rows, columns, len(mean), patch, patch).transpose(0, 3, 1, 4, 2)
+    values = cells.reshape(rows * patch, columns * patch, len(mean)) * np.array(std) + np.array(mean)
+    if not rgb:
+        return as_picture(values)
     return np.clip(np.rint(values * 255), 0, 255).astype(np.uint8)
 
 

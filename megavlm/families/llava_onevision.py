@@ -118,6 +118,7 @@ class Anyres(Processor):
     """
 
     anyres: ClassVar[bool] = True
+    whole_first: ClassVar[bool] = True
 
     tile: int
     resolutions: tuple[Size, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,6 +185,8 @@ def _multiple(length: float, of: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Slices(Processor):
     """Cuts an image into slices, preceded by a small copy of the image; marker tokens surround each of them."""
+
+    whole_first: ClassVar[bool] = True
 
     cutting: Cutting
     numbers_images: bool

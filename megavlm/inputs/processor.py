@@ -38,6 +38,7 @@ class Processor(ABC):
     """
 
     anyres: ClassVar[bool] = False  # whether an image's tiles form one feature map (`megavlm/arch/image_tokens.py`)
+    whole_first: ClassVar[bool] = False  # whether a tile of the whole image precedes the others, not follows them
 
     patch_size: int
     projector: ProjectorConfig  # decides how many image tokens a tile becomes

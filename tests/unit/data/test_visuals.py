@@ -16,12 +16,13 @@ pytest.importorskip("av", reason="pip install av (the extra `video`)")
 from megavlm.config.schema import AudioConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.collate import CollateSpec, collate_images
 from megavlm.data.types import ImageRef, Sample, SoundRef, VideoRef, Visual
-from megavlm.data.visuals import Visuals, stored
+from megavlm.data.visuals import Visuals, seen, stored
 from megavlm.families import processor_from
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.patches import LoadedImage
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.video import Budget
+from megavlm.inputs.vision_inputs import vision_input_of
 from tests.support.clips import HEIGHT, WIDTH, clip, pixels
 
 MODEL = ModelConfig(
@@ -115,6 +116,26 @@ def test_a_sound_can_be_sent_to_other_ranks() -> None:
     sent = pickle.loads(pickle.dumps(sound)).mels()
     assert len(sent) == layout.frames
     assert torch.equal(sent, sound.mels())
+
+
+def test_a_preview_shows_slices_beside_the_whole_image_and_frames_alone() -> None:
+    """MiniCPM-V's slices follow a smaller copy of the image, and of each frame."""
+    options = {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 4, "scale_resolution": 48}
+    model = ModelConfig(vision=VisionConfig(patch_size=4), projector=ProjectorConfig(pixel_shuffle=4), video_token=9)
+    given = visuals(processor_from(options, model, model_type="minicpmv4_6"), fps=1.0)
+    sample = _sample(*loaded(given, ImageRef(_png()), VideoRef(FILM)))
+    (cut, copy), (film, frames) = seen(given.processor, sample, 0)[1], seen(given.processor, sample, 1)
+    assert cut.shape > copy.shape
+    assert [each.shape for each in frames] == [copy.shape] * len(film.frames)
+    assert (copy == (255, 0, 0)).all()
+
+
+def test_a_preview_shows_channels_of_arrays() -> None:
+    processor = processor_from(IMAGES, MODEL, model_type="qwen2_5_vl")
+    several = replace(processor, vision_input=vision_input_of("array", 13), mean=(0.0,) * 13, std=(1.0,) * 13)
+    image = LoadedImage(((2, 3),), torch.arange(6 * 13 * 16).view(6, -1) / 1.0)
+    (picture,) = seen(several, _sample(image), 0)[1]
+    assert (picture.shape, picture.min(), picture.max()) == ((8, 12, 3), 0, 255)
 
 
 def _sample(*images: LoadedImage) -> Sample:
