@@ -310,6 +310,16 @@ def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
     assert len(trained_texts(last, encode(last, case, two))) == 1
 
 
+@pytest.mark.parametrize(("enable_thinking", "trained"), [(None, "</think>Yes.<|im_end|>"), (False, "Yes.<|im_end|>")])
+def test_empty_thoughts_of_kimi_are_part_of_the_prompt(enable_thinking, trained, folders):
+    """Its published template asks for thoughts, unless its variable `thinking` is false."""
+    asks = "'<|im_middle|><think>' + ('</think>' if thinking is defined and thinking is false else '')"
+    template = TEMPLATES["kimi"].replace("<|im_middle|><think></think>'", f"' + {asks}")
+    case = Case(template, "kimi", Prompt("<|media_pad|>", ("", ""), (5,)), "<|media_pad|>")
+    chat = format_of(case, folders, enable_thinking=enable_thinking)
+    assert trained_texts(chat, encode(chat, case, talk(("user", "So?"), ("assistant", "Yes.")))) == [trained]
+
+
 # Qwen3.8's: thoughts are a field of their own, in all answers.
 THOUGHTFUL = """\
 {%- for message in messages -%}

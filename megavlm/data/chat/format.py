@@ -85,7 +85,7 @@ class ChatFormat:
             return cls(None, tokenizer, tokenizer.image_text, train_on=train_on, reserved=reserved)
         names: dict[str, str | bool] = {**tokenizer.specials}
         if enable_thinking is not None:
-            names["enable_thinking"] = enable_thinking
+            names["enable_thinking"] = names["thinking"] = enable_thinking  # Kimi's name for it
         chosen = ChatTemplate(source, tuple(sorted(names.items())))
         try:
             in_parts, written = image_style(chosen, placeholder, tokenizer.image_text)
