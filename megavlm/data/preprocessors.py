@@ -90,8 +90,11 @@ def _with_area(processor: Processor, data: DataConfig) -> Processor:
 
 
 def image_settings(folder: Path) -> Any:
-    """Return the content of the JSON file that describes a folder's image processor; None if there is no such file."""
-    for name in _FILES:
+    """Return the content of the JSON file that describes a folder's image processor; None if there is no such file.
+
+    Of two, the newer kind of file is read, as by Transformers, which leaves the other where it saves into a folder.
+    """
+    for name in reversed(_FILES):
         if not (folder / name).exists():
             continue
         settings = read_json(folder / name)

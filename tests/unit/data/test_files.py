@@ -387,6 +387,13 @@ def test_bounds_of_the_area_resize_an_image(bounds: dict[str, int], features: in
     assert processor_for(config(write_images(tmp_path, QWEN), **bounds)).layout(6 * 28, 6 * 28).features == features
 
 
+def test_settings_in_the_newer_file_take_precedence(tmp_path: Path) -> None:
+    """Transformers 5 saves it, and leaves an older preprocessor_config.json of the folder where it is."""
+    folder = write_images(tmp_path, QWEN)
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": {**QWEN, "max_pixels": 16 * 28**2}}))
+    assert processor_for(config(folder)).layout(6 * 28, 6 * 28).features == 16
+
+
 def test_bounds_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least 50176 and at most 50175 pixels"):
         processor_for(config(write_images(tmp_path, {**QWEN, "min_pixels": 64 * 28**2}), max_pixels=50175))
