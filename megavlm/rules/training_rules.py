@@ -113,6 +113,12 @@ def preferences(config: Config) -> Iterator[str]:
             f"--sample-interval {config.evaluation.sample_interval} takes prompts of conversations, and --objective "
             f"{kind} has {what}: leave it out"
         )
+    for name, usual in (("augment_crop", 1.0), ("augment_color", 0.0)):
+        if (value := getattr(config.data, name)) != usual:
+            yield (
+                f"data.{name} {value} changes each image of a record apart, and --objective {kind} compares answers, "
+                "also of the reference model, about the same image: leave it out"
+            )
 
 
 def update_rule(config: Config) -> Iterator[str]:
