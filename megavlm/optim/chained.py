@@ -70,6 +70,21 @@ class MeanGradientOptimizer(ChainedOptimizer):
         return torch.stack(sums).sum()
 
     @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Prepare the gradients of all parts; return whether fp16 overflowed in any of them.
+
+        All parts keep the same loss scale, which an overflow of any part lowers: the loss is multiplied by the scale of
+        the first part, and each part divides its gradients by its own (experts are a part of their own).
+        """
+        scalers = [part.grad_scaler for part in self.chained_optimizers if getattr(part, "grad_scaler", None)]
+        before = [scaler.state_dict() for scaler in scalers]
+        overflowed = super().prepare_grads()
+        for scaler, state in zip(scalers, before, strict=True):
+            scaler.load_state_dict(state)
+            scaler.update(overflowed)
+        return overflowed
+
+    @torch.no_grad()
     def update(self, *, norm: float, tokens: float, logits: Tensor | None = None) -> None:
         """Update with the mean gradient, given ‖G‖ (`norm`) and the number of trained tokens in the global batch.
 

@@ -15,6 +15,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -24,7 +25,7 @@ from megavlm.command_line.parsing import parse
 from megavlm.config.schema import OptimizerConfig
 from megavlm.errors import UserError
 from megavlm.model.rank_parts import laid_out
-from megavlm.optim.chained import LearningRate, divisor_of, learning_rate
+from megavlm.optim.chained import LearningRate, MeanGradientOptimizer, divisor_of, learning_rate
 from megavlm.optim.codes import BLOCK, Code, Coded
 from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.optim.matrix_plan import HeldBox, Matrix, MatrixPiece, matrices_of, owners_of, plan_rounds
@@ -345,6 +346,24 @@ def test_one_division_is_two_passes(name: str, store: type[StateStore], clip: fl
         plain.step()
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+def test_an_overflow_of_any_part_lowers_the_loss_scale_of_all() -> None:
+    """Experts are a part of their own, and may overflow alone; the loss has the scale of the first part."""
+
+    def part(*overflows: bool) -> Any:
+        scaler, found = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, growth_interval=2, hysteresis=1), iter(overflows)
+
+        def prepare_grads() -> bool:
+            scaler.update(overflowed := next(found))
+            return overflowed
+
+        return SimpleNamespace(grad_scaler=scaler, prepare_grads=prepare_grads)
+
+    optimizer = MeanGradientOptimizer([part(False, True, False, False), part(True, True, False, False)], clip=0.0)
+    for overflowed, scale in ((True, 4.0), (True, 2.0), (False, 2.0), (False, 4.0)):
+        assert optimizer.prepare_grads() is overflowed
+        assert [float(each.grad_scaler.scale) for each in optimizer.chained_optimizers] == [scale, scale]
 
 
 BLOCKED: tuple[Code, ...] = ("int8", "fp8")
