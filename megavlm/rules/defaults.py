@@ -132,6 +132,9 @@ def with_values_of(config: Config, earlier: Config) -> Config:
     unset = [default for default in START_DEFAULTS if value_at(config, _path(default)) is None]
     if _given(config, "optimizer.lr"):  # parts follow the given rate, not the earlier one
         unset = [default for default in unset if not default.option.endswith("_lr")]
+    fraction = "optimizer.lr_warmup_fraction"
+    if _given(config, fraction) and not _given(earlier, fraction):  # in place of the earlier number of steps
+        unset = [default for default in unset if default.option != "optimizer.lr_warmup_iters"]
     return with_values(config, {_path(default): value_at(earlier, _path(default)) for default in unset})
 
 

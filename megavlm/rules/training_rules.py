@@ -150,8 +150,8 @@ def update_rule(config: Config) -> Iterator[str]:
 
 
 def one_length(config: Config) -> Iterator[str]:
-    """Refuse two options that set the same length, and a minimum learning rate above --lr (minimum rates of parts are
-    scaled with their peak rates).
+    """Refuse two options that set the same length, a minimum learning rate above --lr (minimum rates of parts are
+    scaled with their peak rates), and a minimum loss scale above the initial one.
     """
     train, optimizer = config.train, config.optimizer
     if train.epochs is not None and is_set(train, "train_iters"):
@@ -166,6 +166,11 @@ def one_length(config: Config) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}: lower --min-lr or raise --lr"
+    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
+        yield (
+            f"optimizer.min_loss_scale {optimizer.min_loss_scale} is above optimizer.initial_loss_scale "
+            f"{optimizer.initial_loss_scale}: lower the one or raise the other"
+        )
 
 
 def learning_rate_schedule(config: Config) -> Iterator[str]:

@@ -347,6 +347,14 @@ def test_a_run_that_continues_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert values(resolve(parse(command)))[2] == 1e-5, "the test can fail"
 
 
+def test_a_warm_up_in_parts_replaces_that_of_the_run_that_is_continued(tmp_path: Path) -> None:
+    given = ["--init-from", "F", "--train-iters", "1000", "--run-dir", str(tmp_path)]
+    begun(tmp_path, with_start_defaults(parse(given)))
+    now = as_begun(parse([*given, "--lr-warmup-fraction", "0.05"]))
+    check(now, world=1)
+    assert resolve(now).optimizer.lr_warmup_iters == 50
+
+
 @pytest.mark.parametrize("weight", [None, 1.0])
 def test_a_run_goes_on_with_the_weights_of_its_data_sets(tmp_path: Path, weight: float | None) -> None:
     config = parse(["--datasets", "a.json", "b.json", "--run-dir", str(tmp_path)])
