@@ -75,6 +75,25 @@ def test_an_encoder_of_sounds_goes_with_the_tower(tmp_path: Path) -> None:
     assert (config.model.freeze, config.lora.targets) == (("projector",), ("language", "vision", "audio"))
 
 
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        (
+            "stage: sft\nlr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 5}\n",
+            "there a cosine unless decay_type says linear",
+        ),
+        (
+            "num-layers: 2\ntrain-iters: 50\nlr-decay-style: WSD\nlr-wsd-decay-iters: 5\n",
+            "there exponential unless lr_wsd_decay_style says linear",
+        ),
+    ],
+)
+def test_another_decay_of_wsd_is_said(text: str, there: str, tmp_path: Path, capsys) -> None:
+    config = converted(tmp_path, text, name="file.yaml")
+    assert (config.optimizer.lr_decay_style, config.optimizer.lr_wsd_decay_iters) == ("WSD", 5)
+    assert there in capsys.readouterr().out
+
+
 def test_a_file_that_is_not_named_is_not_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text('{"train_batch_size": 8}')
