@@ -110,6 +110,8 @@ class MeanGradientOptimizer(ChainedOptimizer):
     def _sum_of_squares(self, gradients: list[Tensor], group: dist.ProcessGroup) -> Tensor:
         """Return the sum of squares over a group; megatron-core's `get_grad_norm_fp32` would make the host wait."""
         squares = []  # [1] each, in the type of the gradients
+        # A rank may hold no rows of a parameter, and Transformer Engine's kernel loses what precedes an empty tensor.
+        gradients = [gradient for gradient in gradients if gradient.numel()]
         if here := [gradient for gradient in gradients if gradient.device.type == self._device.type]:
             overflow = torch.zeros(1, dtype=torch.int, device=self._device)
             norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [here], False)

@@ -366,6 +366,23 @@ def test_an_overflow_of_any_part_lowers_the_loss_scale_of_all() -> None:
         assert [float(each.grad_scaler.scale) for each in optimizer.chained_optimizers] == [scale, scale]
 
 
+@pytest.mark.parametrize(("rows", "squared"), [((3, 0, 2, 0), 20.0), ((0,), 0.0)])
+def test_no_empty_gradient_reaches_the_kernel_of_the_norm(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...], squared: float
+) -> None:
+    """Transformer Engine's loses what precedes an empty tensor, or writes beyond its table (its issue 3202)."""
+
+    def applied(kernel: Any, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+        assert all(each.numel() for each in lists[0])
+        return torch.cat(lists[0]).norm().view(1), None
+
+    monkeypatch.setattr("megavlm.optim.chained.clip_grads.multi_tensor_applier", applied)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
+    optimizer: Any = MeanGradientOptimizer([SimpleNamespace(get_loss_scale=lambda: torch.ones(1))], clip=0.0)
+    found = optimizer._sum_of_squares([torch.full((count,), 2.0) for count in rows], None)
+    assert float(found) == pytest.approx(squared)
+
+
 BLOCKED: tuple[Code, ...] = ("int8", "fp8")
 CODES: tuple[Code, ...] = ("bf16", *BLOCKED)
 
