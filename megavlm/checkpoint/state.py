@@ -331,7 +331,10 @@ def load_loss_scale(optimizer: Any, loaded: Mapping[str, Any] | None) -> None:
     for part in optimizer.chained_optimizers:
         scaler = getattr(part, "grad_scaler", None)
         if loaded is not None and scaler is not None:
-            scaler.load_state_dict({**loaded, "scale": scaler.scale.new_tensor([loaded["scale"]])})
+            # The scale grows at the last step of a window, which a count beyond a shorter window would never meet.
+            counted = min(loaded["growth_tracker"], scaler.growth_interval - 1)
+            scale = scaler.scale.new_tensor([loaded["scale"]])
+            scaler.load_state_dict({**loaded, "scale": scale, "growth_tracker": counted})
 
 
 def _parts(optimizer: Any) -> list[Any]:

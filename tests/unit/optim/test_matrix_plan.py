@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megavlm.arch.kind import HiddenWeight, hidden_weight
 from megavlm.arch.tensor_split import LatentHead, Part, head_split, share_of, share_runs
+from megavlm.checkpoint.state import load_loss_scale
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import OptimizerConfig
 from megavlm.errors import UserError
@@ -364,6 +365,14 @@ def test_an_overflow_of_any_part_lowers_the_loss_scale_of_all() -> None:
     for overflowed, scale in ((True, 4.0), (True, 2.0), (False, 2.0), (False, 4.0)):
         assert optimizer.prepare_grads() is overflowed
         assert [float(each.grad_scaler.scale) for each in optimizer.chained_optimizers] == [scale, scale]
+
+
+def test_a_shorter_window_lets_the_loss_scale_of_a_resumed_run_grow() -> None:
+    scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, growth_interval=2, hysteresis=1)
+    optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(grad_scaler=scaler)])
+    load_loss_scale(optimizer, {"scale": 4.0, "growth_tracker": 500, "hysteresis_tracker": 1})
+    scaler.update(found_inf=False)
+    assert float(scaler.scale) == 8.0
 
 
 @pytest.mark.parametrize(("rows", "squared"), [((3, 0, 2, 0), 20.0), ((0,), 0.0)])
