@@ -55,6 +55,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_LYING = (5, 6, 7, 8)
 # The exceptions that Pillow's parsers raise for damaged files. MemoryError is not among them: it is no fault of the
 # image.
 _DAMAGED = (
@@ -144,8 +145,8 @@ def _size_in(head: bytes, length: int, max_pixels: int) -> tuple[int, int] | Non
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
-    width, height = image.size
-    return (width, height) if _orientation(image) >= 5 else (height, width)
+    width, height = image.size  # Pillow says the upright size of a TIFF
+    return (width, height) if image.format != "TIFF" and _orientation(image) in _LYING else (height, width)
 
 
 @contextmanager
@@ -171,8 +172,8 @@ def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
     """
     content = content_of(source)
     with as_bad_sample(), open_pixels(content, max_pixels) as image:
+        image.load()  # which turns a TIFF upright
         orientation = _orientation(image)
-        image.load()
         upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
         return np.array(_to_rgb(upright))
 

@@ -66,13 +66,14 @@ def test_sixteen_bits_keep_the_high_byte() -> None:
     np.testing.assert_array_equal(pixels, np.repeat((values >> 8)[..., None], 3, axis=2))
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_as_pillow_applies_it(orientation: int) -> None:
+@pytest.mark.parametrize("orientation", range(1, 10))  # 9 is none
+@pytest.mark.parametrize("file_format", ["JPEG", "TIFF"])
+def test_exif_orientation_as_pillow_applies_it(file_format: str, orientation: int) -> None:
     from PIL import ImageOps
 
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encoded(noise(), "JPEG", exif=exif)
+    data = encoded(noise(), file_format, exif=exif)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(BytesIO(data))))
     pixels = decode(data)
     np.testing.assert_array_equal(pixels, expected)
