@@ -46,6 +46,7 @@ _OF_TOOLS = ("tool", "function", "function_call", "observation", "tool_call", "t
 _SPEAKERS, _CONTENTS = ("role", "from"), ("content", "value", "text")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of an answer, before its text
 _EXCHANGE: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+_UNTYPED = ("image", "image_url", "video", "audio")  # fields that say the type of a part without one
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _VIDEO_PARTS = ("video", "video_url", "input_video")
@@ -190,7 +191,7 @@ def parts_of(content: Any, find: Reader) -> Parts:
 
 
 def _part(part: Mapping[str, Any], find: Reader) -> Parts:
-    kind = part.get("type")
+    kind = part.get("type") or next((name for name in _UNTYPED if part.get(name)), None)
     if kind in _TEXT_PARTS or (kind is None and isinstance(part.get("text"), str)):
         text = part.get("text")
         if not isinstance(text, str):

@@ -51,6 +51,7 @@ def llava(*turns: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 QUESTION, ANSWER = human("<image>\nWhat is this?"), human("A cat.", "gpt")
 PARTS = [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "\nWhat is this?"}]
+UNTYPED = [{"image": "a.jpg", "text": None}, {"text": "\nWhat is this?"}]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ PARTS = [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "\nWhat i
         (llava({**QUESTION, "role": None, "content": None}, ANSWER, image="a.jpg"), "llava"),  # columns of other rows
         ({"conversations": json.dumps([QUESTION, ANSWER]), "image": "a.jpg"}, "llava"),
         ({"messages": [said("user", PARTS), said("assistant", "A cat.")]}, "messages"),
+        ({"messages": [said("user", UNTYPED), said("assistant", [{"text": "A cat."}])]}, "messages"),  # Qwen's
         (
             {
                 "messages": [
