@@ -29,6 +29,7 @@ from megavlm.data.records.turns import (
     Turns,
     conversation,
     from_cell,
+    is_turn,
     objects,
     parts_of,
     says_something,
@@ -90,19 +91,25 @@ def _text(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
 
 
 def _exchange(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
-    """Return the system prompt, the history, the question (with `input` appended) and its answer as turns."""
+    """Return the system prompt, the history, the question (with `input` appended) and its answer as turns.
+
+    Question and answer may be lists of turns (TRL's `prompt` and `completion`).
+    """
     question, answer = fields
-    return [*_asked(record, record[question], reader), ("assistant", parts_of(record[answer], reader))]
+    return [*_asked(record, record[question], reader), *_said(record[answer], reader)]
 
 
-def _asked(record: Record, question: Any, reader: Reader) -> Turns:
+def _asked(record: Record, prompt: Any, reader: Reader) -> Turns:
+    """Return the turns before an answer: those in `prompt`, or the system prompt, the history and `prompt` itself."""
     turns = system_turn(record, reader)
+    if asked := _turns_in_cell(prompt):
+        return [*turns, *turns_in(asked, reader)]
     for pair in objects(record.get("history") or [], "history"):
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadSample(Reason.NOT_A_RECORD, f"its history holds {shown(pair)}, not pairs of question and answer")
         turns += [("user", parts_of(pair[0], reader)), ("assistant", parts_of(pair[1], reader))]
     more = record.get("input")
-    return [*turns, ("user", [*parts_of(question, reader), *(["\n", *parts_of(more, reader)] if more else [])])]
+    return [*turns, ("user", [*parts_of(prompt, reader), *(["\n", *parts_of(more, reader)] if more else [])])]
 
 
 def _question(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
@@ -255,30 +262,31 @@ def _answered(record: Record, field: str, reader: Reader) -> Turns:
 
     In a record without the field `chosen`, the prompt turns (ms-swift's `messages`) end with the chosen answer.
     """
-    answer = _turns_in_cell(record.get(field))
-    if answer is None or isinstance(answer, str):
-        turns: Turns = [] if answer is None else [("assistant", parts_of(answer, reader))]
-    else:
-        turns = turns_in(answer if isinstance(answer, list) else [answer], reader)
+    turns = _said(record[field], reader) if record.get(field) is not None else []
     if turns and turns[0][0] != "assistant":
         return turns
     name = next((name for name in _PROMPTS if record.get(name)), None)
     if name is None:
         raise BadSample(Reason.NOT_A_RECORD, f"it has no prompt: {', '.join(_PROMPTS)}, or turns in its answers")
-    prompt = _turns_in_cell(record[name])
-    if isinstance(prompt, list):
-        before = [*system_turn(record, reader), *turns_in(prompt, reader)]
-    else:
-        before = _asked(record, prompt, reader)
+    before = _asked(record, record[name], reader)
     if turns and record.get("chosen") is None and before[-1][0] == "assistant":
         before.pop()
     return [*before, *turns]
 
 
-def _turns_in_cell(value: Any) -> Any:
-    """Return the list of turns in a table cell, which may be JSON text; any other value unchanged."""
+def _said(answer: Any, reader: Reader) -> Turns:
+    """Return the turns in an answer, which may be text or parts."""
+    turns = _turns_in_cell(answer)
+    return turns_in(turns, reader) if turns else [("assistant", parts_of(answer, reader))]
+
+
+def _turns_in_cell(value: Any) -> list[Any]:
+    """Return the turns in a value: a turn, a list of turns, or either as a table stores it; [] if it is anything else,
+    as an answer that is JSON.
+    """
     found = unzipped(from_cell(value))
-    return found if isinstance(found, list) and all(isinstance(each, Mapping) for each in found) else value
+    turns = found if isinstance(found, list) else [found]
+    return turns if any(map(is_turn, turns)) else []
 
 
 def _pairs_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) -> Conversation:

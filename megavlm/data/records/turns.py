@@ -136,6 +136,11 @@ def turns_in(content: Any, reader: Reader) -> Turns:
     return turns
 
 
+def is_turn(value: Any) -> bool:
+    """Return whether a value names a speaker, as parts of messages do not."""
+    return isinstance(value, Mapping) and _first(value, (*_SPEAKERS, *_EXCHANGE)) is not None
+
+
 def _first(turn: Mapping[str, Any], fields: Iterable[str]) -> Any:
     """Return the first of these fields that is not null: a row of a table has null in the columns that it lacks."""
     return next((turn[field] for field in fields if turn.get(field) is not None), None)

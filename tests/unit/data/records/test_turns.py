@@ -80,6 +80,10 @@ UNTYPED = [{"image": "a.jpg", "text": None}, {"text": "\nWhat is this?"}]
         ({"query": "<image>\nWhat is this?", "response": "A cat.", "images": ["a.jpg"]}, "query"),  # ms-swift
         ({"query": "What is this?", "response": "A cat.", "images": '["a.jpg"]', "history": []}, "query"),
         ({"prompt": "What is this?", "completion": "A cat.", "image": "a.jpg"}, "query"),  # TRL
+        (
+            {"prompt": [said("user", "What is this?")], "completion": [said("assistant", "A cat.")], "image": "a.jpg"},
+            "query",
+        ),
         (llava(human(QUESTION["value"], "USER"), human("A cat.", "GPT"), image="a.jpg"), "llava"),
         ({"instruction": "<image>", "input": "What is this?", "output": "A cat.", "images": ["a.jpg"]}, "alpaca"),
         ({"question": "What is this?", "answer": "A cat.", "image": {"bytes": b"a.jpg"}}, "vqa"),
@@ -94,6 +98,13 @@ UNTYPED = [{"image": "a.jpg", "text": None}, {"text": "\nWhat is this?"}]
 def test_spellings_of_one_conversation(record: dict[str, Any], shape: str) -> None:
     assert shape_of(record) == shape
     assert record_of(record, shape, find) == EXPECTED
+
+
+@pytest.mark.parametrize("answer", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', "[]"])
+def test_an_answer_may_be_json(answer: str) -> None:
+    assert record_of({"query": "Where?", "response": answer}, "query", find).turns[1].parts == (answer,)
+    pair = record_of({"query": "Where?", "chosen": answer, "rejected": "x"}, "preferences", find).turns
+    assert [pair[1].parts, pair[3].parts] == [(answer,), ("x",)]
 
 
 def test_an_option_names_every_kind() -> None:
