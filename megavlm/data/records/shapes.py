@@ -167,8 +167,8 @@ SHAPES = {
         ),
     )
 }
-# Tags in texts that stand for values of other fields (ms-swift, LLaMA-Factory); they are not supported.
-_UNFILLED = {"<bbox>": ("objects",), "<ref-object>": ("objects",)}
+# Tags in texts that stand for values of another field (ms-swift); they are not supported.
+_UNFILLED, _FILLING = ("<bbox>", "<ref-object>"), "objects"
 _NO_CONTENT = ("id", "ids", "fps")  # not hashed: copies of a record may have different ids
 
 
@@ -182,7 +182,7 @@ def shape_of(record: Any, kinds: Iterable[str] = SHAPES) -> str | None:
 def columns_of(kinds: Iterable[str], names: Collection[str]) -> list[str]:
     """Return the columns to read of a table with columns `names`, for those of `kinds` that fit; [] if none fits."""
     fit = [SHAPES[kind] for kind in kinds if not SHAPES[kind].missing(names)]
-    wanted = {name for shape in fit for name in (*shape.fields, *VISUALS)}
+    wanted = {name for shape in fit for name in (*shape.fields, *VISUALS, _FILLING)}
     return [name for name in names if name in wanted]
 
 
@@ -217,11 +217,10 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
         lacks = " or ".join(f"`{name}`" for name in group)
         raise BadSample(Reason.NOT_A_RECORD, f"it has no field {lacks} but {shown(sorted(map(str, record)))}")
     found = conversation(record, partial(shape.read, record, fields), find, find_video)
-    for mark, names in _UNFILLED.items():
-        holds = next((name for name in names if record.get(name)), None)
-        texts = (part for turn in found.turns for part in turn.parts if isinstance(part, str))
-        if holds is not None and any(mark in text for text in texts):
-            what = f"its texts have {mark} for what `{holds}` holds, which is not read"
+    texts = [part for turn in found.turns for part in turn.parts if isinstance(part, str)]
+    for mark in _UNFILLED if record.get(_FILLING) else ():
+        if any(mark in text for text in texts):
+            what = f"its texts have {mark} for what `{_FILLING}` holds, which is not read"
             raise BadSample(Reason.UNSUPPORTED, f"{what}: write that into the texts, or leave the record out")
     if not any(says_something(turn) for turn in found.turns if turn.role in ("assistant", "text")):
         why = "it has no text" if shape.kind == "text" else "the assistant says nothing"

@@ -111,6 +111,14 @@ def test_rows_by_number(form: str, options: Any, tmp_path: Path, monkeypatch: py
     assert container.label(4) == f"{path.name}[4]"
 
 
+def test_tags_of_boxes_are_refused_in_tables_too(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Where?"}, {"from": "gpt", "value": "<bbox>"}]
+    table = pa.Table.from_pylist([{"conversations": turns, "objects": {"bbox": [[1, 2]]}}])
+    write(tmp_path / "t.parquet", table, form="parquet")
+    with pytest.raises(BadSample, match="<bbox> for what `objects` holds"):
+        open_records(DatasetConfig(str(tmp_path / "t.parquet"))).read(0)
+
+
 def reason(container: TableFile, number: int) -> Reason | None:
     try:
         container.read(number)
