@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megavlm.config.messages import shown
@@ -191,6 +192,9 @@ def parts_of(content: Any, find: Reader) -> Parts:
         case Mapping():
             return _part(content, find)
         case list():
+            if any(isinstance(one, str) and isinstance(two, str) for one, two in pairwise(content)):
+                what = f"{shown(content)} is a list of texts: write a record for each, or one text"
+                raise BadSample(Reason.NOT_A_RECORD, what)
             return [piece for part in content for piece in parts_of(part, find)]
     raise BadSample(Reason.NOT_A_RECORD, f"a turn holds {shown(content)}, neither a text nor a list of parts")
 

@@ -190,6 +190,7 @@ def test_text_is_one_turn() -> None:
         ({"question": "?", "answer": float("nan")}, "vqa", Reason.NOT_A_RECORD),
         ({"question": "?", "answers": []}, "vqa", Reason.EMPTY),
         ({"query": "?", "response": "x", "history": [["one"]]}, "query", Reason.NOT_A_RECORD),
+        ({"image": "a.jpg", "caption": ["A cat.", "A pet."]}, "text", Reason.NOT_A_RECORD),  # would be trained as one
         ({"texts": [{"source": "x"}]}, "cauldron", Reason.ROLE),
         (llava(human("Hi"), {"from": ["gpt"], "value": "x"}), "llava", Reason.ROLE),
         (llava(human("<image>"), ANSWER), "llava", Reason.IMAGE_COUNT),
