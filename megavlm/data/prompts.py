@@ -115,7 +115,7 @@ def _question(turns: Sequence[Turn]) -> str:
     """Return the question as text; several turns are lines that begin with the speaker's role."""
     if len(turns) == 1:
         return _text(turns[0])
-    return "\n".join(f"{turn.role}: {_text(turn)}" for turn in turns)
+    return "\n".join(f"{turn.speaker}: {_text(turn)}" for turn in turns)
 
 
 def _text(turn: Turn) -> str:

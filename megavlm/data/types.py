@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # --- Records
 
-Role = Literal["system", "user", "assistant", "text", "query", "positive", "negative"]
+Role = Literal["system", "user", "assistant", "untrained", "text", "query", "positive", "negative"]
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,17 @@ Visual = ImageRef | VideoRef | SoundRef  # what a text has beside words; sounds 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message of one speaker: text, images, videos, sounds, in order. Plain text is one turn of the role `text`."""
+    """A message of one speaker: text, images, videos, sounds, in order. Plain text is one turn of the role `text`, and
+    an answer of the assistant that has no loss one of `untrained`.
+    """
 
     role: Role
     parts: tuple[str | Visual, ...]
+
+    @property
+    def speaker(self) -> str:
+        """Return the role as templates know it."""
+        return "assistant" if self.role == "untrained" else self.role
 
     @property
     def images(self) -> tuple[Visual, ...]:

@@ -181,6 +181,13 @@ def test_a_turn_without_words_is_not_trained(case: Case, chat: ChatFormat) -> No
     assert [text.lstrip() for text in trained_texts(chat, encoded)] == ["Yes." + case.stop]
 
 
+def test_an_answer_that_is_not_trained_is_written_alike(case: Case, chat: ChatFormat) -> None:
+    said = [("user", "a?"), ("assistant", "No."), ("user", "b?"), ("assistant", "Yes.")]
+    encoded = encode(chat, case, talk(said[0], ("untrained", "No."), *said[2:]))
+    assert encoded.tokens.tolist() == encode(chat, case, talk(*said)).tokens.tolist()
+    assert [text.lstrip() for text in trained_texts(chat, encoded)] == ["Yes." + case.stop]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_other_choices_of_what_is_trained(name: str, folders: dict[str, Path]) -> None:
     case = CASES[name]

@@ -126,11 +126,12 @@ class ChatFormat:
             raise BadSample(Reason.EMPTY, "the assistant says nothing")
         rendered, spans = self._render(self._template(), conversation)
         mark = self.end_of_turn.strip()  # an answer of this mark alone is usually a tool call
-        answers = [span for span in spans.answers if rendered[slice(*span)].strip() != mark]
-        if not answers:
+        roles_of_answers = [turn.role for turn in conversation.turns if turn.speaker == "assistant"]
+        told = zip(spans.answers, roles_of_answers[-len(spans.answers) :], strict=False)
+        said = [(span, role) for span, role in told if rendered[slice(*span)].strip() != mark]
+        if not said:
             raise BadSample(Reason.EMPTY, "the assistant says nothing")
-        if self.train_on == "last":
-            answers = answers[-1:]
+        answers = [span for span, role in said[-1 if self.train_on == "last" else 0 :] if role == "assistant"]
         if self.train_on == "all":
             answers = [(0, len(rendered))]
         return expand(
@@ -184,13 +185,13 @@ class ChatFormat:
                 parts = self._parts(said)
                 texts += [part for part in parts if isinstance(part, str)]
                 content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
-                shape.append((turn.role, tuple(part["type"] for part in content)))
+                shape.append((turn.speaker, tuple(part["type"] for part in content)))
             else:
                 content = _joined(said, self.placeholder)
                 texts.append(content)
-                shape.append((turn.role, None))
+                shape.append((turn.speaker, None))
             more = {self.thoughts: thoughts} if self.thoughts and thoughts is not None else {}
-            messages.append({"role": turn.role, "content": content, **more})
+            messages.append({"role": turn.speaker, "content": content, **more})
         return messages, tuple(shape), texts
 
     def _parts(self, turn: Turn) -> tuple[str | Visual, ...]:
@@ -266,7 +267,7 @@ def _check_texts(conversation: Conversation, reserved: Sequence[str]) -> None:
 def _apart(turn: Turn) -> tuple[Turn, str | None]:
     """Return an answer without the thoughts at its beginning, between <think> and </think>, and these; None: none."""
     first, *others = turn.parts or ("",)
-    begun = first.lstrip() if isinstance(first, str) and turn.role == "assistant" else ""
+    begun = first.lstrip() if isinstance(first, str) and turn.speaker == "assistant" else ""
     if not begun.startswith("<think>") or "</think>" not in begun:
         return turn, None
     thoughts, _, answer = begun.removeprefix("<think>").partition("</think>")

@@ -128,6 +128,8 @@ def turns_in(content: Any, reader: Reader) -> Turns:
         thoughts = _first(turn, _THOUGHTS) if role == "assistant" and parts else None
         if isinstance(thoughts, str) and thoughts.strip():
             parts = [*parts_of(f"<think>\n{thoughts}\n</think>\n\n", reader), *parts]
+        if role == "assistant" and (turn.get("loss") is False or turn.get("weight") == 0):  # ms-swift's, OpenAI's
+            role = "untrained"
         turns.append((role, parts))
     if not turns:
         raise BadSample(Reason.EMPTY, "it has no turns")

@@ -208,8 +208,7 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
     if conversation.turns[0].role == "text":
         record["text"] = _text(conversation.turns[0], kinds)
     else:
-        said = [(turn.role, _text(turn, kinds)) for turn in conversation.turns]
-        record["conversations"] = [{"from": _SPEAKERS[role], "value": text} for role, text in said]
+        record["conversations"] = [_said(turn, kinds) for turn in conversation.turns]
     return {"json": json.dumps(record, ensure_ascii=False).encode(), **parts}
 
 
@@ -291,6 +290,12 @@ def _notes(out: Path, recipe: dict[str, Any]) -> Notes:
 
 def _note(out: Path, notes: Notes) -> None:
     replace_file(out / NOTES, json.dumps(asdict(notes), indent=1))
+
+
+def _said(turn: Turn, kinds: Collection[type]) -> dict[str, Any]:
+    """Return a turn of a conversation as a LLaVA record has it."""
+    loss = {"loss": False} if turn.role == "untrained" else {}
+    return {"from": _SPEAKERS[turn.speaker], "value": _text(turn, kinds), **loss}
 
 
 def _text(turn: Turn, kinds: Collection[type]) -> str:

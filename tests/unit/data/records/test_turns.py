@@ -20,6 +20,7 @@ from megavlm.data.file_source import FilesSource
 from megavlm.data.records.media import file_below, image_of, video_below, video_of
 from megavlm.data.records.shapes import SHAPES, record_of, shape_of
 from megavlm.data.records.tar_sample import conversation_of_parts
+from megavlm.data.records.writing import parts_of
 from megavlm.data.types import Conversation, ImageRef, Segment, SoundRef, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -133,6 +134,17 @@ def test_thoughts_come_before_the_answer(field: str) -> None:
     record = {"messages": [said("user", "Hi"), answers[0], {**said("user", "So?"), field: "not read"}, answers[1]]}
     turns = record_of(record, "messages", find).turns
     assert [turn.parts for turn in turns[1:]] == [("<think>\nA greeting.\n</think>\n\nHello",), ("So?",), ()]
+
+
+@pytest.mark.parametrize(
+    ("fields", "role"),
+    [({"loss": False}, "untrained"), ({"weight": 0}, "untrained"), ({"loss": None, "weight": 1}, "assistant")],
+)
+def test_an_answer_may_have_no_loss(fields: dict[str, Any], role: str) -> None:
+    turns = [said("user", "Hi"), {**said("assistant", "Hello"), **fields}, said("user", "So?"), ANSWER]
+    made = record_of({"messages": turns}, "messages", find)
+    assert [turn.role for turn in made.turns] == ["user", role, "user", "assistant"]
+    assert conversation_of_parts(parts_of(made, "1")) == made  # as `megavlm prepare` writes it
 
 
 def test_an_exchange_follows_its_system_prompt_and_history() -> None:
