@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from io import BufferedReader, BytesIO, FileIO
+from io import SEEK_CUR, BufferedReader, BytesIO, FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +46,7 @@ _HEADER = 4096  # bytes in which the header of a PPM ends
 _PLAIN = (b"P1", b"P2", b"P3")  # PPMs in text form: for each comment, Pillow copies up to a megabyte
 _TEXT, _MOST_COMMENTS = 2**26, 1000  # most bytes and comments of a PPM in text form
 _ORIENTATION = 0x0112
+_NOTES = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks of a PNG
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -292,9 +293,24 @@ def _most_values(file: IO[bytes], head: bytes) -> int:
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8; 1 (upright) if the image has none or it cannot be read."""
     try:
+        if image.format == "PNG" and not _has_notes_behind(image):
+            return int(Image.Image.getexif(image).get(_ORIENTATION, 1))
         return int(image.getexif().get(_ORIENTATION, 1))
     except _DAMAGED:  # the pixels may be intact although the metadata are damaged
         return 1
+
+
+def _has_notes_behind(image: Any) -> bool:
+    """Return whether a PNG has EXIF or text behind its pixels, for which Pillow decodes these, or they are decoded."""
+    if not image.tile:
+        return True
+    file, at, behind = image.fp, image.fp.tell(), False
+    file.seek(8)
+    while len(head := file.read(8)) == 8 and not (behind and head[4:] in _NOTES):
+        behind = behind or head[4:] == b"IDAT"
+        file.seek(int.from_bytes(head[:4]) + 4, SEEK_CUR)
+    file.seek(at)
+    return len(head) == 8
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

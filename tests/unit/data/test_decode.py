@@ -80,6 +80,17 @@ def test_exif_orientation_as_pillow_applies_it(file_format: str, orientation: in
     assert size_of(data) == pixels.shape[:2]
 
 
+def test_the_size_of_a_png_is_read_without_its_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain, turned = encoded(noise()), encoded(noise(), exif=exif)
+    behind = plain[:-12] + chunk(b"eXIf", exif.tobytes()[6:]) + plain[-12:]
+    assert size_of(behind) == decode(behind).shape[:2] == (40, 30)
+    loaded: list[Any] = []
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda image: loaded.append(image))
+    assert (size_of(plain), size_of(turned), loaded) == ((30, 40), (40, 30), [])
+
+
 def test_damaged_exif_does_not_damage_the_picture() -> None:
     assert decode(encoded(noise(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff\xff")).shape == (30, 40, 3)
 
