@@ -57,6 +57,7 @@ class _Index:
 
     marks: tuple[int, ...]  # the time stamp of each frame, in units of the stream
     keys: tuple[int, ...]  # the time stamps of key frames, at which decoding can begin
+    counted: bool  # whether decoded frames have stamps in another order, so that they are counted from the first on
 
 
 def probe(source: Source, *, max_pixels: int) -> Clip:
@@ -133,7 +134,7 @@ def _decoded(
     """Yield the decoded frames with the time stamps `wanted`, in order. Raises BadSample."""
     pixels, at, jumps = 0, None, True
     decoding: Iterator[VideoFrame] = iter(())
-    needed = frozenset(wanted)
+    needed, counted = frozenset(index.marks if index.counted else wanted), iter(index.marks)
     for mark in wanted:
         key = index.keys[max(bisect_right(index.keys, mark) - 1, 0)] if index.keys else index.marks[0]
         if at is None or (jumps and key > at):  # a key frame lies between the current and the wanted frame
@@ -145,7 +146,7 @@ def _decoded(
             pixels += frame.width * frame.height
             if pixels > _MAX_DECODED:
                 raise BadSample(Reason.ENDLESS, f"more than {_MAX_DECODED} pixels must be decoded for its frames")
-            at = mark if frame.pts is None else frame.pts
+            at = next(counted, mark) if index.counted else mark if frame.pts is None else frame.pts
             if at >= mark:
                 break
         else:
@@ -203,7 +204,9 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
         raise BadSample(
             Reason.TRUNCATED, f"the clip has {packets} frames of the {stream.frames} that its header counts"
         )
-    return _Index(tuple(sorted(set(marks))), tuple(sorted(keys)))
+    # AVI has no times of display, and FFmpeg's guesses are wrong where frames between frames predict others.
+    counted = container.format.name == "avi" and stream.codec_context.name in ("h264", "hevc")
+    return _Index(tuple(sorted(set(marks))), () if counted else tuple(sorted(keys)), counted)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ def clip(
     rate: int = 10,
     times: Sequence[float] | None = None,
     kind: str = "mp4",
+    codec: str | None = None,
     rotation: int = 0,
     sound: bool = False,
     size: tuple[int, int] = (HEIGHT, WIDTH),
@@ -40,7 +41,8 @@ def clip(
 ) -> bytes:
     """A file of `count` frames, at `times` (seconds) or `rate`; a key frame comes every `group` frames.
 
-    `frames` are their pixels, if not those of `pixels`. With `sound` a quarter of a second of silence is beside them.
+    The codec is MPEG-4 in AVI, else H.264, if none is given. `frames` are their pixels, if not those of `pixels`. With
+    `sound` a quarter of a second of silence is beside them.
     """
     import av
 
@@ -50,8 +52,9 @@ def clip(
     with av.open(memory, "w", format={"mkv": "matroska"}.get(kind, kind)) as file:
         voice = file.add_stream("libmp3lame", rate=16000, layout="mono") if sound else None
         if count:
-            stream = file.add_stream("mpeg4" if kind == "avi" else "libx264", rate=rate)
-            stream.options = {"sc_threshold": "1000000000"} if kind == "avi" else {"sc_threshold": "0", "bf": "2"}
+            codec = codec or ("mpeg4" if kind == "avi" else "libx264")
+            stream = file.add_stream(codec, rate=rate)
+            stream.options = {"sc_threshold": "1000000000"} if codec == "mpeg4" else {"sc_threshold": "0", "bf": "2"}
             stream.height, stream.width = size
             stream.pix_fmt = "yuv420p"
             stream.codec_context.gop_size = group

@@ -36,6 +36,12 @@ def test_frames_of_all_containers(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         assert len(decoded) <= 2 + 2 + 2, "from the key frames 0, 12 and 18 on, no others are decoded"
 
 
+def test_frames_of_avi_are_those_that_were_asked_for() -> None:
+    content = clip(20, kind="avi", codec="libx264")
+    assert [numbers(content, (number,)) for number in range(20)] == [[number] for number in range(20)]
+    assert numbers(content, (1, 2, 7, 13, 19)) == [1, 2, 7, 13, 19]
+
+
 def test_frames_that_nothing_needs_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every frame of a long group is the same as where all are decoded, and of those beside it at most half are."""
     waves = np.add.outer(np.sin(np.arange(64) / 5), np.sin(np.arange(96) / 7))[..., None] * [60, 50, 40] + 128
