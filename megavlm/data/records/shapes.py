@@ -25,6 +25,7 @@ from megavlm.config.messages import shown
 from megavlm.data.records.media import FindFile, FindVideo, no_videos
 from megavlm.data.records.turns import (
     VISUALS,
+    Parts,
     Reader,
     Turns,
     conversation,
@@ -108,8 +109,10 @@ def _asked(record: Record, prompt: Any, reader: Reader) -> Turns:
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadSample(Reason.NOT_A_RECORD, f"its history holds {shown(pair)}, not pairs of question and answer")
         turns += [("user", parts_of(pair[0], reader)), ("assistant", parts_of(pair[1], reader))]
-    more = record.get("input")
-    return [*turns, ("user", [*parts_of(prompt, reader), *(["\n", *parts_of(more, reader)] if more else [])])]
+    question: Parts = []
+    for text in (prompt, record.get("input") or ""):
+        question += [*(["\n"] if question and text else []), *(parts_of(text, reader) if text != "" else [])]
+    return [*turns, ("user", question)]
 
 
 def _question(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:

@@ -87,6 +87,7 @@ UNTYPED = [{"image": "a.jpg", "text": None}, {"text": "\nWhat is this?"}]
         ),
         (llava(human(QUESTION["value"], "USER"), human("A cat.", "GPT"), image="a.jpg"), "llava"),
         ({"instruction": "<image>", "input": "What is this?", "output": "A cat.", "images": ["a.jpg"]}, "alpaca"),
+        ({"instruction": "", "input": "What is this?", "output": "A cat.", "images": ["a.jpg"]}, "alpaca"),
         ({"question": "What is this?", "answer": "A cat.", "image": {"bytes": b"a.jpg"}}, "vqa"),
         ({"question": "What is this?", "answers": ["a", "A cat.", "A cat."], "image": "a.jpg"}, "vqa"),
         ({"question": "What is this?", "answers": [{"answer": "A cat."}, {"answer": "b"}], "image": "a.jpg"}, "vqa"),
