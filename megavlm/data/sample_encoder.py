@@ -116,7 +116,7 @@ class Encoder:
             room -= len(text)
             image += len(own)
             texts.append(text)
-            members.append(Member(_ROLES[turn.role], identity, len(text), len(own)))
+            members.append(_member(_ROLES[turn.role], identity, len(text), own))
         tokens = np.concatenate(texts)
         piece = Piece(tokens, np.zeros(len(tokens), dtype=np.bool_), range(image))
         return self._of_members(piece, layouts, members, source=source), len(record.turns) - len(members)
@@ -134,7 +134,7 @@ class Encoder:
             own = layouts[image : image + len(one.images)]
             image += len(own)
             encoded.append(self.chat.encode(one, [layout.prompt for layout in own]))
-            members.append(Member(role, identity, len(encoded[-1].tokens), len(own)))
+            members.append(_member(role, identity, len(encoded[-1].tokens), own))
         tokens, trained = (np.concatenate([getattr(each, name) for each in encoded]) for name in ("tokens", "trained"))
         if len(tokens) > (length := self.config.train.seq_length):
             raise BadSample(
@@ -188,7 +188,7 @@ class Encoder:
         layouts = self.visuals.layouts(text.images)
         tokens = self._text_tokens(text, layouts)
         sample = self._loaded(tokens, text.images, layouts)
-        return replace(sample, members=(Member(QUERY, 0, len(tokens), len(layouts)),))
+        return replace(sample, members=(_member(QUERY, 0, len(tokens), layouts),))
 
     def _loaded(self, tokens: NDArray[np.int64], images: Sequence[Visual], layouts: Sequence[Layout]) -> Sample:
         """Return a sample without trained tokens, with the patches of all its images. Raises BadSample."""
@@ -234,6 +234,12 @@ class Encoder:
         if not self.processor.anyres:
             return ()
         return tuple(group for layout in layouts for group in layout.tile_groups)
+
+
+def _member(role: int, identity: int, length: int, layouts: Sequence[Layout]) -> Member:
+    """Return the member that a text with images, videos and sounds of these layouts is."""
+    images, sounds = sum(bool(each.tiles) for each in layouts), sum(bool(each.frames) for each in layouts)
+    return Member(role, identity, length, images, sounds)
 
 
 def _budget(processor: Processor, config: Config) -> Budget:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -130,7 +131,7 @@ QUERY, POSITIVE, NEGATIVE, PADDING = 0, 1, 2, -1  # roles
 
 @dataclass(frozen=True)
 class Member:
-    """One text of a sample of several texts: `length` tokens with `images` images and videos.
+    """One text of a sample of several texts: `length` tokens with `images` images and videos, and `sounds`.
 
     The loss treats documents with equal `identity` as the same document: they are not negatives of a query for which
     one of them is a positive.
@@ -140,6 +141,7 @@ class Member:
     identity: int
     length: int
     images: int = 0
+    sounds: int = 0
 
 
 def identity_of(*parts: str | bytes) -> int:
@@ -226,13 +228,22 @@ class Sample:
         """Split a sample of several texts (`members`) into one sample per text; any other sample is returned alone."""
         if len(self.members) <= 1:
             return (self,)
-        found, token, image, group = [], 0, 0, 0
+        found, token, pictures, groups, sounds = [], 0, iter(self.images), iter(self.tile_groups), iter(self.sounds)
         for member in self.members:
-            images = self.images[image : image + member.images]
-            groups = self.tile_groups[group : group + member.images] if self.tile_groups else ()
-            tokens = slice(token, token + member.length)
-            found.append(Sample(self.tokens[tokens], self.trained[tokens], images, groups, self.source, (member,)))
-            token, image, group = token + member.length, image + member.images, group + len(groups)
+            tokens, token = slice(token, token + member.length), token + member.length
+            images = tuple(islice(pictures, member.images))
+            each = sum(1 if image.film is None else len(image.grids) for image in images)  # frames are groups
+            found.append(
+                Sample(
+                    tokens=self.tokens[tokens],
+                    trained=self.trained[tokens],
+                    images=images,
+                    tile_groups=tuple(islice(groups, each)),
+                    source=self.source,
+                    members=(member,),
+                    sounds=tuple(islice(sounds, member.sounds)),
+                )
+            )
         return tuple(found)
 
     @property

@@ -25,7 +25,9 @@ from megavlm.errors import UserError
 from megavlm.families.shared.videos import moments_of
 from megavlm.inputs.bad_sample import Skipped
 from megavlm.inputs.batch import ImageSizes, LocalFeatures, MicroBatch, SoundBatch, TextBatch
-from megavlm.inputs.patches import Image
+from megavlm.inputs.layout import Film
+from megavlm.inputs.patches import Image, LoadedImage
+from megavlm.inputs.sounds import Sound
 from megavlm.objective.gather import Texts
 from tests.support.flags import resolved
 from tests.support.micro_batch import micro_batch
@@ -40,7 +42,7 @@ def flat(shade: int, *, height: int = PATCH, width: int = PATCH) -> Image:
     )
 
 
-def text(tokens: list[int], *, answer: int, images: tuple[Image, ...] = ()) -> Sample:
+def text(tokens: list[int], *, answer: int, images: tuple[Image | LoadedImage, ...] = ()) -> Sample:
     """A sample whose last `answer` tokens are trained."""
     trained = np.arange(len(tokens)) >= len(tokens) - answer
     return Sample(tokens=np.array(tokens, dtype=np.int64), trained=trained, images=images)
@@ -154,6 +156,19 @@ def record(*documents: int) -> Sample:
     """A record of a query and documents of these roles, each of two tokens."""
     members = tuple(Member(role, number, 2) for number, role in enumerate((QUERY, *documents)))
     return replace(text(np.arange(1, 1 + 2 * len(members)).tolist(), answer=0), members=members)
+
+
+def test_each_text_of_a_record_has_its_own_images_videos_and_sounds() -> None:
+    """Each frame of a video is a group of tiles, where models tile images."""
+    video = LoadedImage(((1, 1),) * 3, torch.zeros(3, 16), film=Film((0, 1, 2), (0.0, 1.0, 2.0)))
+    frames, image = (TileGroup((0, 0), (4, 4), "frame"),) * 3, TileGroup((1, 2), (4, 8))
+    sounds = tuple(Sound(frames, lambda: torch.zeros(8, 4)) for frames in (8, 16))
+    both = (Member(POSITIVE, 0, 2, images=2, sounds=1), Member(NEGATIVE, 1, 3, images=1, sounds=1))
+    whole = text([1, 2, 3, 4, 5], answer=1, images=(video, flat(0), video))
+    texts = replace(whole, members=both, sounds=sounds, tile_groups=(*frames, image, *frames)).texts()
+    assert [each.images for each in texts] == [(video, whole.images[1]), (video,)]
+    assert [each.tile_groups for each in texts] == [(*frames, image), frames]
+    assert [each.sounds for each in texts] == [sounds[:1], sounds[1:]]
 
 
 FEATURE = 9
