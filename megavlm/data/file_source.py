@@ -158,10 +158,15 @@ class FilesSource(Encoder, Source):
         assert encoded is not None, "samples of files are encoded before they are packed"
         conversation = self.conversation(segment.sample_id)[0] if encoded.images else Conversation(())
         images, augmentation = conversation.images, self._augmentation(segment.sample_id, conversation)
+        beside = [text.images for text in conversation.texts() for _ in text.images]
         return Sample(
             tokens=encoded.tokens,
             trained=encoded.trained,
-            images=tuple(self.visuals.load(images, each, augmentation) for each in encoded.images if each.grids),
+            images=tuple(
+                self.visuals.load(images, each, augmentation, beside=beside[each.number])
+                for each in encoded.images
+                if each.grids
+            ),
             sounds=tuple(self.visuals.sound(images, each) for each in encoded.images if each.frames),
             tile_groups=encoded.tile_groups,
             source=encoded.source,

@@ -77,7 +77,7 @@ class Encoder:
         """
         if 0 in record.answers and not self.rates:
             raise BadSample(Reason.NOT_A_RECORD, "it has one rated answer, which --objective kto reads")
-        layouts = self.visuals.layouts(record.images)
+        layouts = [layout for text in record.texts() for layout in self.visuals.layouts(text.images)]
         if self.embeds:
             sample, dropped = self._encoded_pairs(record, layouts, source=source)
             return (sample,), f"{dropped} of its negatives" if dropped else ""

@@ -101,6 +101,15 @@ class Conversation:
             yield Conversation(self.turns[start : start + count])
             start += count
 
+    def texts(self) -> Iterator[Conversation | Turn]:
+        """Yield what the model sees apart: the conversations of a preference, the texts of a pair, or all of it."""
+        if self.answers:
+            yield from self.conversations()
+        elif self.identities:
+            yield from self.turns
+        else:
+            yield self
+
     @property
     def images(self) -> tuple[Visual, ...]:
         """Return the images, videos and sounds of all turns, in order."""

@@ -73,15 +73,23 @@ class Visuals:
         ]
 
     def load(
-        self, visuals: Sequence[Visual], wanted: StoredImage, augmentation: Augmentation | None = None
+        self,
+        visuals: Sequence[Visual],
+        wanted: StoredImage,
+        augmentation: Augmentation | None = None,
+        *,
+        beside: Sequence[Visual] | None = None,
     ) -> LoadedImage:
-        """Return the image or video `wanted` of a record's `visuals` as patches. Raises BadSample."""
+        """Return the image or video `wanted` of a record's `visuals` as patches. Raises BadSample.
+
+        `beside` are the images, videos and sounds of its text, if these are not all.
+        """
         visual = visuals[wanted.number]
         if isinstance(visual, VideoRef):
             patches = self._film(visual, wanted)
         else:
             assert isinstance(visual, ImageRef), "`sound` loads sounds"
-            images = sum(isinstance(each, ImageRef) for each in visuals)
+            images = sum(isinstance(each, ImageRef) for each in (visuals if beside is None else beside))
             pixels = self._pixels(visual)
             if augmentation is not None:
                 pixels = augmentation.changed(pixels, wanted.number)

@@ -24,6 +24,7 @@ from megavlm.data.records.writing import parts_of
 from megavlm.data.types import Conversation, ImageRef, Segment, SoundRef, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.processor import Whole
 from megavlm.paths import FileRange
 from tests.support.data_files import write_llava, write_pairs, write_tokenizer
 from tests.support.flags import resolved
@@ -550,6 +551,21 @@ def test_texts_are_embedded_one_by_one_behind_their_instruction(flags: list[str]
         assert text.tokens[-1] == eos
         np.testing.assert_allclose(batch.pool_weights[batch.pool[1] == number].sum(), 1, rtol=1e-6)
     assert batch.members[:, 0].tolist() == [0] * len(samples[0].members) + [1] * len(samples[1].members)
+
+
+def test_an_image_is_alone_where_its_text_has_no_other(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models cut an image into tiles if it is the only one."""
+    source, counts = FilesSource(resolved(flags)), list[int]()
+    for name in ("layout", "views"):
+        whole = getattr(Whole, name)
+        monkeypatch.setattr(
+            Whole, name, lambda *args, images, whole=whole: counts.append(images) or whole(*args, images=images)
+        )
+    for number in range(12):
+        texts = [len(text.images) for text in source.conversation(number)[0].turns]
+        counts.clear()
+        source.load(Segment(number, source.encode(number).samples[0]))
+        assert counts == [count for count in texts for _ in range(count)] * 2
 
 
 def test_negatives_that_do_not_fit_are_left_out_and_told(flags: list[str], tmp_path: Path) -> None:
