@@ -31,6 +31,13 @@ _NO_PAIRS = (
     'conversations, but --objective compares pairs: write {"query": …, "positives": […]} (docs/models.md), or use '
     "--objective next-token"
 )
+# First bytes of files that hold no records before they are converted.
+_UNREAD = {
+    b"\x1f\x8b": "is compressed: unpack it with gunzip",
+    b"\x28\xb5\x2f\xfd": "is compressed: unpack it with unzstd",
+    b"PK\3\4": "is a zip archive: unpack it",
+    b"\xff\xfe": "is UTF-16: convert it, as iconv -f UTF-16 -t UTF-8 does",
+}
 _LOOKED_AT = 100  # most records that are read to detect the kind
 _NAMED = 30  # most fields that a message names
 _PICTURE = re.compile("image|img|pic|photo|video|figure|frame|jpe?g|png", re.IGNORECASE)
@@ -166,6 +173,9 @@ def _open_file(source: DatasetConfig, file: Path, choose: Choose) -> Container:
     suffix = file.suffix.lower()
     if not head:
         raise _wrong(source, "is empty: name a file with records", file)
+    for start, what in _UNREAD.items():
+        if head.startswith(start):
+            raise _wrong(source, what, file)
     if suffix in _TABLES or suffix in DELIMITERS:
         try:
             return CsvFile(file) if suffix in DELIMITERS else TableFile(file, choose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -120,6 +121,8 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
     [
         ("d.json", None, "is not a file or folder"),
         ("d.json", b"", "is empty"),
+        ("d.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0), "is compressed: unpack it with gunzip"),
+        ("d.csv", "text\na\n".encode("utf-16"), "is UTF-16: convert it"),
         ("d.jsonl", b"\n\n", "has no records"),
         ("d.json", b'[{"conversations": [', r"is no JSON array \(at byte 1, element 0"),
         ("d.jsonl", b"garbage\n" * 200, r"has no record among its first 100 \(d.jsonl:1: it is not JSON"),
