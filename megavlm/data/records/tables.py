@@ -1,7 +1,7 @@
 """Read the rows of parquet and Arrow files by number, and folders that `save_to_disk` of Hugging Face `datasets` wrote.
 
-A parquet file is decoded one row group at a time, and the most recently used groups are cached. An Arrow file is mapped
-into memory, so that only requested rows are read.
+A parquet file is decoded one row group at a time, and a process caches the groups that it used last, of whatever files.
+An Arrow file is mapped into memory, so that only requested rows are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import OBJECT, check, listed, read_json
 from megavlm.paths import Escapes, inside
 
-_CACHE = 2**28  # bytes of decoded row groups cached per file; the newest is kept whatever its size
+_CACHE = 2**30  # bytes of decoded row groups that a process caches; the newest is kept whatever its size
 STATE, ABOUT, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _FILES, _REORDERED = "_data_files", "_indices_data_files"
 _STATE = dict.fromkeys((_FILES, _REORDERED), listed(OBJECT, 0, 2**20))
@@ -71,30 +71,48 @@ class TableFile:
         return f"{self._path.name}[{index}]"
 
 
+class _Groups:
+    """The decoded row groups that a process used last. Threads share it; a forked process begins with none."""
+
+    def __init__(self) -> None:
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock = Lock()
+        # By file and number, each with its bytes: Arrow is slow to count.
+        self._tables: OrderedDict[tuple[_Parquet, int], tuple[Any, int]] = OrderedDict()
+
+    def get(self, file: _Parquet, number: int, columns: list[str]) -> Any:
+        key = file, number
+        with self._lock:
+            if key not in self._tables:
+                # Workers share the cores.
+                table = file.opened.read_row_group(number, columns=columns, use_threads=False)
+                self._tables[key] = table, table.nbytes
+            self._tables.move_to_end(key)
+            while len(self._tables) > 1 and sum(size for _, size in self._tables.values()) > _CACHE:
+                self._tables.popitem(last=False)
+            return self._tables[key][0]
+
+
+_GROUPS = _Groups()
+
+
 class _Parquet:
-    """An open parquet file with a cache of decoded row groups. Threads may share it."""
+    """An open parquet file. Threads may share it."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow.parquet as pq
 
-        self._file = pq.ParquetFile(path)
-        metadata = self._file.metadata
+        self.opened = pq.ParquetFile(path)
+        metadata = self.opened.metadata
         self.rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        self.names: list[str] = self._file.schema_arrow.names
-        self._tables: OrderedDict[int, tuple[Any, int]] = OrderedDict()  # each with its bytes: Arrow is slow to count
-        self._lock = Lock()
+        self.names: list[str] = self.opened.schema_arrow.names
 
     def group(self, number: int, columns: list[str]) -> Any:
         """Return a decoded row group as a table of Arrow."""
-        with self._lock:
-            if number not in self._tables:
-                # Workers share the cores.
-                table = self._file.read_row_group(number, columns=columns, use_threads=False)
-                self._tables[number] = table, table.nbytes
-            self._tables.move_to_end(number)
-            while len(self._tables) > 1 and sum(size for _, size in self._tables.values()) > _CACHE:
-                self._tables.popitem(last=False)
-            return self._tables[number][0]
+        return _GROUPS.get(self, number, columns)
 
 
 class _Arrow:

@@ -111,6 +111,24 @@ def test_rows_by_number(form: str, options: Any, tmp_path: Path, monkeypatch: py
     assert container.label(4) == f"{path.name}[4]"
 
 
+def test_files_share_the_memory_of_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (
+        TableFile(write(tmp_path / f"{name}.parquet", rows(3), form="parquet"), lambda names: names) for name in "ab"
+    )
+    decoded: list[int] = []
+    whole = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda *args, **options: decoded.append(1) or whole(*args, **options)
+    )
+    for bound, groups in ((1, 4), (2**20, 2)):
+        monkeypatch.setattr(tables, "_CACHE", bound)
+        tables._GROUPS._forget()
+        decoded.clear()
+        for _ in range(2):
+            one.read(0), other.read(0)
+        assert len(decoded) == groups
+
+
 def test_tags_of_boxes_are_refused_in_tables_too(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "Where?"}, {"from": "gpt", "value": "<bbox>"}]
     table = pa.Table.from_pylist([{"conversations": turns, "objects": {"bbox": [[1, 2]]}}])
