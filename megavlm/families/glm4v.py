@@ -74,7 +74,8 @@ _VISION: dict[str, Any] = {
 def config(settings: Settings) -> ModelConfig:
     """Return the `ModelConfig` of a Glm4vConfig or Glm46VConfig."""
     text = with_defaults(settings.section("text_config"), _TEXT)
-    return _model(settings, language(text, kind="qwen2", tied=is_tied(settings, text)), image_token=151343)
+    tied = is_tied(settings, text)
+    return _model(settings, language(_unbiased(text), kind="qwen2", tied=tied), image_token=151343)
 
 
 def moe_config(settings: Settings) -> ModelConfig:
@@ -86,10 +87,14 @@ def moe_config(settings: Settings) -> ModelConfig:
 
 
 def _moe_language(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Return the language model of a Glm4vMoeTextConfig. `attention_bias` applies to q, k and v, not to the output."""
-    unbiased = Settings({name: value for name, value in text.values.items() if name != "attention_bias"}, text.where)
-    found = text_model(unbiased, kind="llama", tied=tied, section=(8, 12, 12), interleaved=False)
+    """Return the language model of a Glm4vMoeTextConfig."""
+    found = text_model(_unbiased(text), kind="llama", tied=tied, section=(8, 12, 12), interleaved=False)
     return partly_turning(replace(found, add_qkv_bias=text.get("attention_bias", True)), text, 0.5)
+
+
+def _unbiased(text: Settings) -> Settings:
+    """Return a text section without `attention_bias`, which applies to q, k and v, not to the output."""
+    return Settings({name: value for name, value in text.values.items() if name != "attention_bias"}, text.where)
 
 
 def _model(settings: Settings, text: LanguageConfig, *, image_token: int) -> ModelConfig:

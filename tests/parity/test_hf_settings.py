@@ -187,10 +187,11 @@ def test_both_spellings_of_kimis_settings() -> None:
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 def test_both_spellings_of_what_rotates(place: str) -> None:
-    """Transformers 5 writes the share with the frequencies, files from before beside them."""
+    """Transformers 5 writes the share with the frequencies, files from before beside them, with biases of queries."""
     inside = {name: value for name, value in GLM_ROPE.items() if place == "rope_parameters" or name == "mrope_section"}
-    beside = {"rope_theta": 100.0, "partial_rotary_factor": 0.5} if place == "rope_scaling" else {}
-    language = read("glm4v", text_config={**beside, place: inside}).language
+    beside = {"rope_theta": 100.0, "partial_rotary_factor": 0.5, "attention_bias": True}
+    language = read("glm4v", text_config={**(beside if place == "rope_scaling" else {}), place: inside}).language
+    assert language.add_qkv_bias
     assert (language.rotary_percent, language.rotary_base, language.mrope_section) == (0.5, 100.0, (1, 1, 1))
 
 
