@@ -38,12 +38,13 @@ from megavlm.families.shared.videos import TimedPairs, qwen_fields
 from megavlm.families.shared.vision import blocks
 from megavlm.inputs.layout import Prompt
 from megavlm.inputs.processor import Processor
-from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader
+from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, class_of, video_class_of
 from megavlm.inputs.resize import Size, at_least, smart_resize
 from megavlm.inputs.video import Budget, Clip, VideoProcessor, shown_at
 
 IMAGE, START, END = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
 VIDEO_START, VIDEO_END = "<|begin_of_video|>", "<|end_of_video|>"
+_LONGEST, _MOST = 2400, 640  # seconds of a clip that GLM-4.6V counts, and frames that it sees
 # Defaults of the configuration classes that differ from those of Qwen2 and Llama, used to read the text sections.
 _TEXT: dict[str, Any] = {
     "vocab_size": 151552,
@@ -277,17 +278,49 @@ class GlmVideo(TimedPairs):
         return super().size_of(size, self.groups(frames) * self.frames_per_patch, most=most)
 
     def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
-        times = [int(clip.seconds(number)) for number in numbers[:: self.frames_per_patch]]
-        between = (f"{self.end}{second}{self.start}" for second in times[:-1])
+        times = [self._written(clip.seconds(number)) for number in numbers[:: self.frames_per_patch]]
+        between = (f"{self.end}{time}{self.start}" for time in times[:-1])
         texts = (VIDEO_START + self.start, *between, f"{self.end}{times[-1]}{VIDEO_END}")
         return Prompt(self.text, texts, (tokens,) * len(times))
 
+    def _written(self, seconds: float) -> str:
+        return str(int(seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm46Video(GlmVideo):
+    """GLM-4.6V's videos: times have a decimal and a unit, and a long clip gives fewer frames of each second."""
+
+    def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
+        """Return the numbers of frames at a rate that follows from the clip's length, if the budget has none."""
+        if math.isfinite(budget.fps):
+            return super().numbers(clip, budget)
+        count, seconds = len(clip.times), len(clip.times) / clip.rate
+        rate = self.frames_per_patch * (3 if seconds <= 30 else 1 if seconds <= 300 else 0.5)
+        most = max(1, min(int(min(seconds, _LONGEST) * rate), budget.max_frames))
+        found, moment = list[int](), 0.0
+        for number in range(count):
+            if number * (1 / clip.rate) >= moment:
+                found.append(number)
+                moment += 1 / rate
+                if moment >= int(seconds):  # of the last second, no frame is sampled: as in the reference
+                    break
+        last = found[-1] if len(found) < most <= count else count - 1
+        places = found if len(found) == most else np.linspace(0, last, most, dtype=int).tolist()
+        return shown_at(clip, places)
+
+    def _written(self, seconds: float) -> str:
+        return f"{seconds:.1f} seconds"
+
 
 def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor:
-    # Transformers' processor has `num_frames` and does not use it.
-    usual = replace(shared["usual"], fps=options["fps"], max_frames=Budget().max_frames)
+    """Return the video processor. GLM-4.6V has the model types of GLM-4.1V and GLM-4.5V, and classes of its own."""
+    longer = "Glm46V" in (video_class_of(options), class_of(options)[0])
+    # Transformers' processors have `num_frames` and do not use it, and that of GLM-4.6V does not use `fps` either.
+    fps, most = (math.inf, _MOST) if longer else (options["fps"], Budget().max_frames)
+    usual = replace(shared["usual"], fps=fps, max_frames=most)
     fields = {**shared, **qwen_fields(options, model), "usual": usual}
-    return GlmVideo(**fields, longest=options["max_duration"])
+    return (Glm46Video if longer else GlmVideo)(**fields, longest=options["max_duration"])
 
 
 CHAT = NamedTemplate(

@@ -35,7 +35,7 @@ from tests.support.tokenizers import tokenizers_in
 from tests.support.whole_models import LIKE, PROCESSORS, answer_of_transformers, whole_folder
 
 LENGTH = 12
-LATER = ("qianfan", "lighton", "cosmos3", "glm-ocr", "minicpmv-4.6", "cohere2-vision")  # their parts are others'
+LATER = ("qianfan", "lighton", "cosmos3", "glm4.6v", "glm-ocr", "minicpmv-4.6", "cohere2-vision")  # others' parts
 Said = tuple[Role, tuple[str | int, ...]]  # a number is an image
 TALKS: list[list[Said]] = [
     [("user", (0, "Which is the largest?"))],

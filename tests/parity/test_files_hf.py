@@ -103,6 +103,7 @@ class Way:
     options: dict[str, Any]
     grids: tuple[tuple[int, int], ...]
     fps: float = 4.0
+    kind: str = ""  # of the processor, if it is not that of the images' case
 
 
 QWEN2 = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14}
@@ -143,6 +144,9 @@ for name, grid in zip(GEMMA, ((21, 27), (7, 9)), strict=True):
     kind = "Gemma4Unified" if "unified" in name else "Gemma4"
     options = {"video_processor_type": f"{kind}VideoProcessor", "patch_size": 4, "num_frames": 2}
     WAYS[name] = Way(options, (grid,) * 2, fps=math.inf)
+# At a rate that follows from the length, whatever is asked for: 16 frames, all but those of the last second.
+GLM46 = {**WAYS["glm4v"].options, "video_processor_type": "Glm46VVideoProcessor"}
+WAYS["glm4.6v"] = Way(GLM46, ((4, 6),) * 8, fps=math.inf, kind="Glm46VProcessor")
 WAYS["glm4v-moe"] = WAYS["glm-ocr"] = WAYS["glm4v"]  # mixtures of experts see as the models without do
 WAYS["qwen3-vl-moe"] = WAYS["cosmos3"] = WAYS["qwen3-vl"]
 
@@ -186,9 +190,11 @@ def seen(single: Single, tmp_path_factory: pytest.TempPathFactory, request: pyte
         (folder / "video_preprocessor_config.json").write_text(json.dumps(WAYS[name].options))
         made[name] = (folder, theirs)
     film, rate = str(root / "it.mp4"), {"fps": 4.0}
-    inputs = references(
-        [Task(PROCESSORS.get(name, name), str(made[name][0]), MESSAGES, film, rate, LENGTHS) for name in names], root
+    tasks = (
+        Task(PROCESSORS.get(name, name), str(made[name][0]), MESSAGES, film, rate, WAYS[name].kind, LENGTHS)
+        for name in names
     )
+    inputs = references([*tasks], root)
     return {name: look(*made[name], given, single, WAYS[name].fps) for name, given in zip(names, inputs, strict=True)}
 
 

@@ -35,6 +35,7 @@ class Task:
     messages: list[Any]
     clip: str
     sampling: dict[str, Any] = field(default_factory=dict)
+    kind: str = ""  # the class of the processor, if it is not that of the case
     # (frames, frames per second) of clips; "frames" among the inputs are those that are taken of each
     lengths: Sequence[tuple[int, float]] = ()
 
@@ -61,7 +62,7 @@ def inputs_of(task: Task) -> dict[str, Any]:
     case = CASES[task.name]
     fixed = {"cap_pixels_per_frame": False} if task.name.startswith(("qwen", "exaone")) else {}
     videos = transformers.AutoVideoProcessor.from_pretrained(task.folder, **fixed)
-    processor = case.kind(
+    processor = getattr(transformers, task.kind, case.kind)(
         image_processor=case.image_processor,
         tokenizer=transformers.AutoTokenizer.from_pretrained(task.folder, extra_special_tokens=case.marks),
         video_processor=videos,

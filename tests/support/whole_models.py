@@ -44,11 +44,15 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "minicpmv-4.6": ("minicpmv-4.6", {}, {}),
     "minicpmv-4.7": ("minicpmv-4.7", {}, {}),
     "glm4v": ("glm4v", {"patch_size": 14, "image_size": 56}, {}),
+    "glm4.6v": ("glm4v", {"patch_size": 14, "image_size": 56}, {}),
     "glm-ocr": ("glm-ocr", {"patch_size": 14}, {}),
     "glm4v-moe": ("glm4v-moe", {"patch_size": 14, "image_size": 56}, {}),
 }
 # Whose processor a model has that has none of its own.
-PROCESSORS = {"qwen3-vl-moe": "qwen3-vl", "cosmos3": "qwen3-vl", "glm4v-moe": "glm4v", "glm-ocr": "glm4v"}
+PROCESSORS = {
+    **dict.fromkeys(("qwen3-vl-moe", "cosmos3"), "qwen3-vl"),
+    **dict.fromkeys(("glm4.6v", "glm4v-moe", "glm-ocr"), "glm4v"),
+}
 
 
 def whole_folder(name: str, root: Path) -> tuple[Path, Any, Any]:
