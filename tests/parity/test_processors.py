@@ -158,6 +158,17 @@ CASES: dict[str, Case] = {
 LARGE = ("onevision-384", "internvl-448", "smolvlm-512", "minicpmv-448", "qwen3")
 SMALL = [name for name in CASES if name not in LARGE]
 
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "paddleocr-vl"])
+def test_bounds_as_old_files_have_them(name: str) -> None:
+    """Transformers 4.45 wrote them twice, as files of PaddleOCR-VL have them; those beside `size` count."""
+    bounds = {"min_pixels": 3136, "max_pixels": 200704}
+    old = {**CASES[name].theirs.to_dict(), **bounds, "size": {"min_pixels": 1, "max_pixels": 2}}
+    ours: Any = processor_from(old, CASES[name].model, model_type=CASES[name].model_type)
+    assert {each: getattr(ours, each) for each in bounds} == bounds
+    assert dict(type(CASES[name].theirs)(**old).size) == {"shortest_edge": 3136, "longest_edge": 200704}
+
+
 SIZES = [  # (height, width): landscape, portrait, square, a tile exactly, one pixel, a line, a wide strip
     (60, 80),
     (97, 53),

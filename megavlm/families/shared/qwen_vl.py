@@ -176,16 +176,17 @@ class NativeResolution(Processor):
 
 
 def native_bounds(options: Json, model: ModelConfig, *, file: str = "preprocessor_config.json") -> dict[str, Any]:
-    """Return the pixel bounds of a processor's file. Raises UserError if its patch or merge size is not the model's."""
+    """Return the pixel bounds of a processor's file. Raises UserError if its patch or merge size is not the model's.
+
+    Files from before Transformers 4.50 repeat the bounds in `size`, under their own names.
+    """
     require_model_value(options, "patch_size", model.vision.patch_size)
     require_model_value(options, "merge_size", model.projector.pixel_shuffle)
-    size = options["size"]
-    if not has_only(size, "shortest_edge", "longest_edge"):
+    size, edges = options["size"], {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+    bounds = {name: options[name] for name in edges if name in options}
+    if not has_only(size, *edges.values()) and not (has_only(size, *edges) and len(bounds) == 2):
         raise UserError(f"size in {file} must give shortest_edge and longest_edge, as areas in pixels")
-    return {
-        "min_pixels": options.get("min_pixels", size["shortest_edge"]),
-        "max_pixels": options.get("max_pixels", size["longest_edge"]),
-    }
+    return {name: size[edge] for name, edge in edges.items() if edge in size} | bounds
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
