@@ -17,7 +17,7 @@ def config(settings: Settings) -> ModelConfig:
     return ModelConfig(vision=VisionConfig(num_layers=0), language=language(settings), experts=experts(settings))
 
 
-def _family(model_type: str, template: NamedTemplate | None) -> Family:
+def _family(model_type: str, template: NamedTemplate | None, *unused: str) -> Family:
     return Family(
         name=model_type,
         model_types=(model_type,),
@@ -26,7 +26,7 @@ def _family(model_type: str, template: NamedTemplate | None) -> Family:
         name_prefixes=(NamePrefixes(language="model."),),
         parts=LANGUAGE_ALONE,
         inputs=tokens_and_pixels,
-        unused=(r".*\.rotary_emb\.inv_freq",),
+        unused=(r".*\.rotary_emb\.inv_freq", *unused),
         chat_template=template,
     )
 
@@ -37,4 +37,4 @@ QWEN2 = _family("qwen2", CHATML)
 QWEN3 = _family("qwen3", CHATML)
 QWEN3_MOE = _family("qwen3_moe", CHATML)
 GPT_OSS = _family("gpt_oss", None)
-DEEPSEEK_V3 = _family("deepseek_v3", None)
+DEEPSEEK_V3 = _family("deepseek_v3", None, r"model\.layers\.61\..*")  # which predicts a further token

@@ -255,6 +255,16 @@ def test_a_tied_output_layer_may_be_in_the_file_as_well(single: Single, tmp_path
     assert f"{head} differs from {embedding}, to which tie_word_embeddings ties it" in problem
 
 
+def test_what_transformers_leaves_out_is_not_surplus(tmp_path: Path) -> None:
+    """A second copy of the weights, under Mistral's names, and DeepSeek-V3's layer for a further token."""
+    config = transformers.AutoConfig.for_model(**DEEPSEEK)
+    folder = hf.save(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors") | {"model.layers.61.eh_proj.weight": torch.zeros(2, 2)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
+    assert Pretrained.of(folder, *ALL_PARTS).problems() == []
+
+
 def silent(said: dict[str, Any]) -> dict[str, Any]:
     """As published folders of DeepSeek-VL: Transformers ties by default, but not weights that differ."""
     del said["tie_word_embeddings"], said["text_config"]["tie_word_embeddings"]

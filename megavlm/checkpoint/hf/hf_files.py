@@ -28,7 +28,7 @@ from megavlm.files import open_new
 from megavlm.json_files import read_json
 from megavlm.paths import Escapes, inside
 
-INDEX = "model.safetensors.index.json"
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {
     "F64": torch.float64,
@@ -230,6 +230,8 @@ def _weight_files(path: Path) -> list[str]:
                     f"{path / INDEX} names {shown}, which is not in the folder: complete the download"
                 ) from error
         return files
+    if (path / WHOLE).exists():  # beside it there may be a second copy, as in Mistral's repositories
+        return [WHOLE]
     files = sorted(file.name for file in path.glob("*.safetensors"))
     if not files and any(next(path.glob(pattern), None) for pattern in _PICKLES):
         raise UserError(
