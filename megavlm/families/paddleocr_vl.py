@@ -47,12 +47,13 @@ _VISION: dict[str, Any] = {
 def config(settings: Settings) -> ModelConfig:
     """Return the `ModelConfig` of a PaddleOCRVLConfig.
 
-    Published folders have the text's settings at the top level, except for tie_word_embeddings.
+    Published folders have the text's settings at the top level. Transformers ties their embeddings unless the output
+    layer differs, as it does where tie_word_embeddings is false.
     """
     nested = "text_config" in settings.values
     text = with_defaults(settings.section("text_config") if nested else settings, _TEXT)
     text.require("use_bias", False, why="biases in ERNIE are not known here")
-    tied = settings.get("tie_word_embeddings", True) or not nested or text.get("tie_word_embeddings", True)
+    tied = settings.get("tie_word_embeddings", True) or (nested and text.get("tie_word_embeddings", True))
     tower = with_defaults(settings.section("vision_config"), _VISION)
     side = tower.get("spatial_merge_size", 2)
     return ModelConfig(
