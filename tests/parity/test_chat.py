@@ -169,6 +169,19 @@ def test_the_tokens_are_those_of_transformers(case: Case, chat: ChatFormat, fold
     assert not encoded.trained[encoded.tokens == image].any()
 
 
+@pytest.mark.parametrize("name", ["llava", "vicuna"])
+def test_the_begin_mark_in_a_turn_does_not_replace_the_one_at_the_beginning(
+    name: str, folders: dict[str, Path]
+) -> None:
+    """LLaVA's template leaves it to the tokenizer, Vicuna's writes it; `<s>` is also a tag of HTML."""
+    case = CASES[name]
+    chat, said = format_of(case, folders), talk(("user", "What is <s>?"), ("assistant", "A tag."))
+    encoded = encode(chat, case, said)
+    assert encoded.tokens.tolist() == reference(case, folders[case.tokenizer], said)
+    text = chat.encode(Conversation((Turn("text", ("A tag, <s>, is what?",)),)), [])
+    assert [(each.tokens == chat.tokenizer.begin).sum() for each in (encoded, text)] == [2, 2]
+
+
 def test_answers_and_their_end_marks_are_trained(case: Case, chat: ChatFormat) -> None:
     answers = [str(turn.parts[0]) for turn in LONG.turns if turn.role == "assistant"]
     found = trained_texts(chat, encode(chat, case, LONG))

@@ -109,6 +109,7 @@ def expand(
     tokenizer: TextTokenizer,
     trained: Sequence[tuple[int, int]],
     cuts: Sequence[int],
+    begins: bool = False,
     divisible: bool = False,
 ) -> EncodedConversation:
     """Tokenize a rendered conversation, and return its tokens by turn.
@@ -120,6 +121,7 @@ def expand(
         prompts: the images' prompts, which replace the placeholders in order.
         trained: [start, end) characters of the rendered text with a loss; image tokens never have a loss.
         cuts: offsets in the rendered text at which turns end; the first turn is the opening.
+        begins: whether a template wrote the begin-of-sequence token, maybe after images; else text may start with it.
         divisible: whether the turns are plain text, which may be split anywhere except inside an image.
 
     Raises BadSample if the number of placeholders differs from the number of prompts.
@@ -136,8 +138,8 @@ def expand(
 
     spans = ((written.moved(start), written.moved(end)) for start, end in trained)
     ids, mask = tokens.ids, covered(spans) & ~covered(written.pictures)
-    begin = tokenizer.begin
-    if begin is not None and tokenizer.specials.get("bos_token", "\0") not in written.text:
+    begin, spelt = tokenizer.begin, tokenizer.specials.get("bos_token", "\0")
+    if begin is not None and not (spelt in written.text if begins else written.text.startswith(spelt)):
         ids, mask = np.concatenate(([begin], ids)), np.concatenate(([False], mask))
         starts, ends = np.concatenate(([0], starts)), np.concatenate(([0], ends))
     if len(mask):

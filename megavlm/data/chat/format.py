@@ -141,6 +141,7 @@ class ChatFormat:
             tokenizer=self.tokenizer,
             trained=answers,
             cuts=(spans.opening, *spans.cuts),
+            begins=self._writes_begin,
         )
 
     @property
@@ -161,9 +162,21 @@ class ChatFormat:
         except TemplateError as error:
             raise BadSample(Reason.NOT_A_RECORD, f"the chat template cannot render it: {error}") from error
         encoded = expand(
-            rendered, prompts, placeholder=self.placeholder, tokenizer=self.tokenizer, trained=(), cuts=(0,)
+            rendered,
+            prompts,
+            placeholder=self.placeholder,
+            tokenizer=self.tokenizer,
+            trained=(),
+            cuts=(0,),
+            begins=self._writes_begin,
         )
         return encoded.tokens
+
+    @property
+    def _writes_begin(self) -> bool:
+        """Return whether the template writes the begin-of-sequence token, by its name or its text."""
+        names = ("bos_token", self.tokenizer.specials.get("bos_token", "bos_token"))
+        return self.template is not None and any(name in self.template.source for name in names)
 
     def _template(self) -> ChatTemplate:
         if self.template is None:
