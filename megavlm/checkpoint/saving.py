@@ -172,7 +172,7 @@ class Saver:
         self._job: SaveJob | None = None  # under way
         self._began = 0.0
         self._reports: list[SaveReport] = []
-        self.waits: Callable[[], None] = lambda: None  # is called every second while `wait` waits
+        self.waits: Callable[[], None] = lambda: None  # is called about every second while `wait` waits
         self._start()
 
     def begin(self, share: Share, summary: dict[str, Any]) -> None:
@@ -218,10 +218,15 @@ class Saver:
         return reports
 
     def wait(self) -> None:
-        """Wait for the end of the save that is under way, if any; `poll` returns its report."""
-        while self._job is not None:
+        """Wait until no rank has a save under way; every rank must call this. `poll` returns this rank's report.
+
+        Ranks whose writers are done go on telling the others, every second: one that waited in a collective for a slow
+        writer would count as hanging.
+        """
+        while any(of_all_ranks(self._job is not None)):
             self.waits()  # the loop ends: a writer without a sign of life is killed
-            self._receive(_LOOK)
+            if self._job is not None:
+                self._receive(_LOOK)
         if not self._process.is_alive():
             self._replace_writer()
 

@@ -29,7 +29,9 @@ def kinds(run_dir: Path) -> list[tuple[str, int]]:
 
 
 def with_writer(argv: list[str], run_dir: str, how: str) -> str:
-    """Train with a writer that misbehaves on the last rank, in the save of iteration 2; return the user's error."""
+    """Train with a writer that misbehaves on the last rank ("is slow": on the first), in the save of iteration 2;
+    return the user's error.
+    """
     import torch.distributed as dist
 
     from megavlm.checkpoint import saving, writer
@@ -38,7 +40,7 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
     from megavlm.resilience.phases import Phases
 
     original, log = writer.write_share, Path(run_dir) / "written"
-    here = dist.get_rank() == dist.get_world_size() - 1
+    here = dist.get_rank() == (0 if how == "is slow" else dist.get_world_size() - 1)
 
     def write_share(folder: Path, *args: Any, **kwargs: Any) -> Any:
         if here and "iter_0000002" in str(folder):
@@ -51,6 +53,8 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
                 while len(metrics(run_dir)) < 4:
                     assert time.monotonic() < deadline
                     time.sleep(0.005)
+            if how == "is slow":
+                time.sleep(3.5)
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hangs once" and not before:
@@ -70,7 +74,7 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
             train(argv, run_dir)
         except UserError as error:
             return str(error)
-    if how == "hangs once" and "waits for the writer" not in str(entered.mock_calls):
+    if str(entered.mock_calls).count("waits for the writer") < {"hangs once": 1, "is slow": 3}.get(how, 0):
         return "the watchdog would take the wait for a writer for a hang"
     return ""
 
@@ -125,6 +129,10 @@ def test_a_failed_last_save_ends_with_a_message(pools: Pools, tmp_path: Path, ho
     for error in pools(2).run(with_writer, argv, str(tmp_path), how):
         assert reason in error
     assert time.monotonic() - began < 120
+
+
+def test_a_rank_whose_writer_is_done_goes_on_saying_that_it_waits(pools: Pools, tmp_path: Path) -> None:
+    assert pools(2).run(with_writer, [*TINY, "--train-iters", "2", "--tp", "2"], str(tmp_path), "is slow") == ["", ""]
 
 
 def asked_in_a_save(argv: list[str], run_dir: str) -> str:
