@@ -201,11 +201,12 @@ def prune(root: Path, rule: Keep) -> list[Path]:
     return [path for path in doomed(root, rule) if delete(path)]
 
 
-def sweep(root: Path) -> None:
-    """Delete the remains of unfinished saves and deletions."""
+def sweep(root: Path, *, attempt: str | None = None) -> None:
+    """Delete the remains of unfinished saves and deletions, except those of the save `attempt`, which is under way."""
     for leftover in root.glob("tmp-*"):
-        with suppress(OSError):
-            remove(leftover)
+        if attempt is None or not leftover.name.endswith(f"-{attempt}"):
+            with suppress(OSError):
+                remove(leftover)
 
 
 def delete(folder: Path) -> bool:

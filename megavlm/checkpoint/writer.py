@@ -195,6 +195,9 @@ def do(job: SaveJob, memory: SharedMemory, go_on: Callable[[], None]) -> Outcome
     folder, reports = folder_of(job), reports_of(job)
     failures: list[str] = []
     try:
+        if job.rank == 0:
+            with suppress(OSError), _going_on(go_on):  # a killed save left up to a checkpoint, whose room may be needed
+                folders.sweep(job.root, attempt=job.attempt)
         written = _written(job, folder, memory, failures, go_on)
         reports.leave(job.rank, written, None)
         if job.rank == 0:

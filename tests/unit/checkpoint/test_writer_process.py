@@ -1,4 +1,4 @@
-"""The process that writes checkpoints leaves alone what it has inherited from its rank."""
+"""The process that writes checkpoints leaves alone what it has inherited from its rank, and makes room for a save."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import gc
 import multiprocessing
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megavlm.backend.host_copies import SharedMemory
 from megavlm.checkpoint import saving, writer
+from megavlm.checkpoint.folders import Keep
+from megavlm.checkpoint.staging import SaveError
 
 
 class Owned:
@@ -47,3 +51,21 @@ def test_it_frees_nothing_that_its_rank_no_longer_uses(monkeypatch: pytest.Monke
     process.join(30)
     assert process.exitcode == 0
     memory.close()
+
+
+def test_what_a_killed_save_left_makes_room_before_the_next_one_writes(tmp_path: Path, monkeypatch: Any) -> None:
+    """And nothing else: other ranks may already write their parts of this save."""
+    for name in ("tmp-iter_0000002-a", "tmp-reports-0000002-a", "tmp-iter_0000004-b", "iter_0000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__1_0.distcp").touch()
+    there: list[str] = []
+
+    def full(*_: Any, **__: Any) -> Any:
+        there.extend(sorted(path.name for path in tmp_path.iterdir()))
+        raise SaveError("the disk is full")
+
+    monkeypatch.setattr(writer, "write_share", full)
+    monkeypatch.setattr(writer, "ATTEMPTS", 1)
+    job = writer.SaveJob(tmp_path, 4, "b", 0, 2, {}, {}, None, Keep(0), memory=0)
+    assert writer.do(job, SharedMemory(), lambda: None).error == "the disk is full"
+    assert there == ["iter_0000001", "tmp-iter_0000004-b"]
