@@ -214,18 +214,18 @@ def delete(folder: Path) -> bool:
     file = _lock_file(folder)
     if file is None:
         return False
+    gone = folder.with_name(f"tmp-{folder.name}")
     try:
         with _where_there_are_locks():
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Renamed first: a kill in the middle of deleting must not leave half a folder that looks complete.
-        gone = folder.with_name(f"tmp-{folder.name}")
         remove(gone)
         folder.rename(gone)
-        remove(gone)
     except BlockingIOError:
         return False
     finally:
         os.close(file)
+    remove(gone)  # with none of its files open: NFS keeps such a file, and refuses to delete its folder
     return True
 
 

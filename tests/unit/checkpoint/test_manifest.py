@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import math
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +248,20 @@ def test_a_checkpoint_that_is_held_is_deleted_later(tmp_path: Path) -> None:
     holds.release()
     folders.prune(tmp_path, Keep(1))
     assert left(tmp_path) == [3]
+
+
+def test_none_of_its_files_is_open_while_a_checkpoint_is_deleted(tmp_path: Path, monkeypatch) -> None:
+    """NFS and FUSE keep an open file under another name, so that its folder is not empty."""
+    write(tmp_path, 1, 2)
+    still_open: list[str] = []
+
+    def rmtree(path: Path) -> None:
+        paths = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if os.path.lexists(each))
+        still_open.extend(each for each in paths if each.startswith(str(path)))
+
+    monkeypatch.setattr(folders.shutil, "rmtree", rmtree)
+    assert folders.prune(tmp_path, Keep(1)) == [folders.folder_for(tmp_path, 1)]
+    assert still_open == []
 
 
 def test_what_is_gone_cannot_be_held(tmp_path: Path) -> None:
