@@ -107,6 +107,7 @@ class Uploader:
         self._failing: str | None = None  # the reported reason of a failure that lasts
         self._reported = 0.0
         self._pause = 1.0
+        self._moved = 0  # bytes of the attempt that moved any last
         self.success = time.monotonic()
 
     def turn(self) -> bool:
@@ -135,7 +136,8 @@ class Uploader:
         return False
 
     def _beat(self, moved: int) -> None:
-        self.success = time.monotonic()
+        if moved not in (0, self._moved):  # it is also called while the store does not answer
+            self._moved, self.success = moved, time.monotonic()
 
     def _fail(self, folder: Path | None, reason: str) -> None:
         if folder is not None and not folder.is_dir():

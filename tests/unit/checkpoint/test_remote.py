@@ -305,5 +305,23 @@ def test_failures_are_told_once_and_stop_nothing(store, root, monkeypatch, capsy
     assert capsys.readouterr().err.count("NOT UPLOADED") == 2
 
 
+@pytest.mark.parametrize(("moved", "counts"), [((0, 0), False), ((0, 7), True)])
+def test_an_attempt_that_moves_nothing_is_no_answer(store, root, monkeypatch, moved, counts):
+    """Else a store that takes requests and never answers would be waited for without end."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def upload(*_: Any, go_on: remote.GoOn, **__: Any) -> int:
+        for each in moved:
+            go_on(each)
+        raise StoreError("nothing has moved for 300 s")
+
+    monkeypatch.setattr(remote, "upload", upload)
+    uploader = Uploader(root.parent, mirror_of(root, store, newest=1))
+    uploader.success = 1.0
+    save(root, 10)
+    assert not uploader.turn()
+    assert (uploader.success > 1.0) is counts
+
+
 def _break(*_: Any, **__: Any) -> None:
     raise ValueError("no such thing")
