@@ -64,13 +64,13 @@ def fit(run: Run, stop: StopRequest | None = None, *, explain: Callable[..., str
                 raise end
             _note(run, "finish", "finished", iteration=iteration)
             run.say(_ended(run, iteration))
-            stop.saved()
-            final_evaluation(run)
-            if not _finish_uploads(run):
+            if not _finish_uploads(run):  # before `saved`: after a request in the last step nothing would be waited for
                 raise UserError(
                     f"not all checkpoints are copied to --checkpoint-dir {run.config.checkpoint.checkpoint_dir} "
                     "(RUN_DIR/events.jsonl says why): the same command copies the rest"
                 )
+            stop.saved()
+            final_evaluation(run)
         except torch.OutOfMemoryError as error:
             shown = error if explain is None else _out_of_memory(run, explain)
             note_failure(run.run_dir, shown)

@@ -53,7 +53,7 @@ def disturbed(argv: list[str], run_dir: str, step: int, how: str) -> tuple[str, 
     train_step, steps = Engine.train_step, []
 
     def end(status: int, _: str) -> None:
-        raise SystemExit(status)
+        raise SystemExit(status, len(folders.complete(Path(run_dir) / "store")))
 
     with (
         asking_to_stop() as ask,
@@ -77,7 +77,8 @@ def disturbed(argv: list[str], run_dir: str, step: int, how: str) -> tuple[str, 
 
 
 def test_a_request_in_the_last_step_ends_a_finished_run(pools: Pools, tmp_path: Path) -> None:
-    assert pools(1).run(disturbed, RUN, str(tmp_path), 4, "asked") == [("SystemExit", str(STOPPED))]
+    argv = [*RUN, "--checkpoint-dir", f"file://{tmp_path}/store"]  # whose copies are part of all that is saved
+    assert pools(1).run(disturbed, argv, str(tmp_path), 4, "asked") == [("SystemExit", str((STOPPED, 2)))]
     assert read_status(tmp_path)["state"] == "finished"
     assert [iteration for iteration, _ in folders.complete(tmp_path / "checkpoints")] == [2, 4]
 
