@@ -30,6 +30,7 @@ from megavlm.optim.slow_links import forget_errors
 from megavlm.parallel.rendezvous import of_all_ranks
 from megavlm.resilience import events
 from megavlm.resilience.bad_steps import BadSteps, iterations
+from megavlm.resilience.phases import OTHER, START
 from megavlm.train.engine import StateBeforeStep
 from megavlm.train.hooks.hook import RankHook, Step
 from megavlm.train.run import Run
@@ -263,8 +264,10 @@ class StepGuard(RankHook):
         if (folder := agreed[0]) is None:
             self._run.say("there is no checkpoint yet to go back to: the batch is left out")
             return
-        run = self._run
+        run, phases = self._run, self._run.engine.schedule.phases
+        phases.enter(START, "weights")  # it may take as long as at a start, and more than a step
         position = state.load(run.engine.trained(), folder, config=run.config, plan=run.plan)
+        phases.enter(OTHER)
         self._steps.go_back(position.bad_steps, left_out=iteration - position.iteration)
         self.report("rewind", iteration, f"went back to the weights of {folder}", back_to=position.iteration)
 

@@ -16,6 +16,7 @@ from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import step_flops
 from megavlm.arch.plan import make_plan
 from megavlm.arch.workload import typical_workload
+from megavlm.checkpoint.state import Position
 from megavlm.command_line.parsing import parse
 from megavlm.data.collate import CollateSpec
 from megavlm.data.file_source import FilesSource
@@ -25,10 +26,13 @@ from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
 from megavlm.planner.hardware import Rates
+from megavlm.resilience.hang_reports import PATIENCE
+from megavlm.resilience.phases import OTHER, Phases
 from megavlm.rules.defaults import resolve
-from megavlm.train import generate, loop
+from megavlm.train import generate, loop, run_dir
 from megavlm.train.build_source import vocab_size_of
 from megavlm.train.calibration import TimedLayer, fit, predicted
+from megavlm.train.hooks import step_guard
 from megavlm.train.hooks.device_checks import checksum, minority
 from megavlm.train.hooks.hook import RankHook
 from megavlm.train.hooks.step_guard import DataPlace, standing_out
@@ -192,6 +196,31 @@ def test_unusual_samples_are_no_layer_s_fault() -> None:
 def test_where_all_micro_batches_are_alike_nobody_is_named(odd: dict[tuple[int, int], float]) -> None:
     assert standing_out(norms(odd)) is None
     assert standing_out([]) is None
+
+
+def test_a_load_in_a_rewind_may_take_as_long_as_one_at_a_start(tmp_path: Path, monkeypatch: Any) -> None:
+    """It comes between steps, where ten of them without progress are a hang."""
+    phases = Phases()
+    phases.begin_step(6)
+    phases.end_step()
+    seen: list[str] = []
+
+    def load(*_: Any, **__: Any) -> Position:
+        seen.append(phases.now.phase)
+        return Position(3, {})
+
+    alone = SimpleNamespace(get_rank=lambda: 0, broadcast_object_list=lambda *_, **__: None)
+    monkeypatch.setattr(step_guard, "dist", alone)
+    monkeypatch.setattr(step_guard.state, "load", load)
+    monkeypatch.setattr(step_guard.folders, "newest", lambda root: root / "iter_0000003")
+    engine = SimpleNamespace(schedule=SimpleNamespace(phases=phases), trained=lambda: None)
+    run: Any = SimpleNamespace(
+        config=parse([]), engine=engine, plan=None, position=Position(0, {}), progress=None, run_dir=tmp_path,
+        saver=None, say=lambda text: None,
+    )  # fmt: skip
+    step_guard.StepGuard(run)._rewind(6)
+    assert [PATIENCE[phase] for phase in seen] == [86400.0]
+    assert phases.now.phase == OTHER
 
 
 FILES = ["--tokenizer", "tokenizer", "--datasets", "a.json", "--chat-template", "chatml", "--seq-length", "64"]
