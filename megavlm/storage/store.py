@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ Moved = Callable[[int], None]  # progress callback, called with the number of fu
 
 _PIECE = 2**22  # bytes that are copied at once if fsspec does not copy whole files
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # protocol → package that reads it
-_HTTP_LIMITS = {"total": 300, "sock_connect": 20, "sock_read": 60}  # seconds; `total` is the limit of one response
+_HTTP_LIMITS = {"total": 300, "sock_connect": 20, "sock_read": 60}  # seconds; `total` limits a response, but for files
 
 
 async def _http_client(**options: Any) -> Any:
@@ -40,6 +41,15 @@ async def _http_client(**options: Any) -> Any:
     plain: dict[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "auto_decompress": False}  # bytes as counted
     limits = aiohttp.ClientTimeout(**_HTTP_LIMITS)
     return aiohttp.ClientSession(timeout=limits, trace_configs=[trace], **{**plain, **options})
+
+
+def _with_time_for_a_file(system: Any) -> Callable[..., None]:
+    """Return `get_file` of a store at http(s) with a day for its response, which a large file may take."""
+    import aiohttp
+    from fsspec.asyn import sync
+
+    limits = aiohttp.ClientTimeout(**{**_HTTP_LIMITS, "total": 86400})
+    return partial(sync, system.loop, partial(system._get_file, timeout=limits))  # a `timeout` of `sync` is its own
 
 
 # Timeouts tolerate a late response, but not a dead connection. A file is transferred in several parts at once.
@@ -94,7 +104,8 @@ class Store:
 
     def files(self) -> dict[str, int]:
         """Return the sizes of all files in the folder and its subfolders, by name; {} if the folder does not exist."""
-        return {name: int(entry["size"] or 0) for name, entry in self._entries().items()}
+        sizes = {name: entry["size"] for name, entry in self._entries().items()}
+        return {name: self.version(name)[0] if size is None else int(size) for name, size in sizes.items()}
 
     def versions(self) -> dict[str, tuple[int, str]]:
         """Return (size, version) of each file directly in the folder; the version is a text that changes with it."""
@@ -167,7 +178,10 @@ class Store:
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._errors("be read", name):
             if self._system.async_impl:
-                self._system.get_file(self._path(name), str(target), callback=_callback(moved))
+                get_file = self._system.get_file
+                if "http" in self._system.protocol:
+                    get_file = _with_time_for_a_file(self._system)
+                get_file(self._path(name), str(target), callback=_callback(moved))
                 return
             with self._system.open(self._path(name), "rb") as reading, open_new(target) as writing:
                 while piece := reading.read(_PIECE):
@@ -215,8 +229,11 @@ class Store:
             raise StoreError(f"{where} cannot {what} ({_words(error)})", final=final) from error
 
 
+_VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "created", "Last-Modified")  # fields of which one tells of a change
+
+
 def _version(entry: Mapping[str, Any]) -> str:
-    return str(next((entry[name] for name in ("ETag", "etag", "md5Hash", "mtime", "created") if name in entry), ""))
+    return str(next((entry[name] for name in _VERSIONS if name in entry), ""))
 
 
 def _callback(moved: Moved) -> Any:

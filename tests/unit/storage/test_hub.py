@@ -420,9 +420,10 @@ class _Answers(BaseHTTPRequestHandler):
     """
 
     def do_GET(self) -> None:
-        if "folders" in self.path or "packed" in self.path:
+        if any(word in self.path for word in ("folders", "linked", "packed")):
             packed = "packed" in self.path
             answer = gzip.compress(bytes(2**20)) if packed else b'<a href="deeper/">x</a><a href="a.json">x</a>'
+            answer = b'<a href="sized.json">the only file</a>' if "linked" in self.path else answer
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.send_header("Content-Length", str(len(answer)))
@@ -441,7 +442,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/html")
         self.end_headers()
         with contextlib.suppress(OSError):
-            for _ in range(40 if "drips" in self.path else 1):
+            for _ in range(20 if "drips" in self.path else 1):
                 self.wfile.write(b'<a href="x">')
                 time.sleep(0.1)
 
@@ -464,6 +465,12 @@ def test_answers_by_http_are_bounded_and_come_from_their_host(tmp_path: Path, mo
         Store.at(f"{address}/drips").files()
     assert list(Store.at(f"{address}/folder")._entries()) == ["x"]
     assert [*Store.at(f"{address}/folders").versions()] == ["a.json"], "other folders are not looked at"
+    Store.at(address).download("drips.json", tmp_path / "drips")
+    assert (tmp_path / "drips").stat().st_size == 240, "a large file may take longer than any other answer"
+    assert Store.at(f"{address}/linked").files() == {"sized.json": 38}, "a page of links has no sizes"
+    assert os.listdir(local_path(f"{address}/linked", "--init-from")) == ["sized.json"]
+    copied = local_path(f"{address}/packed.json", "--init-from")
+    assert gzip.decompress(copied.read_bytes()) == bytes(2**20), "its size is not known"
     Store.at(address).download("packed.json", tmp_path / "packed")
     assert gzip.decompress((tmp_path / "packed").read_bytes()) == bytes(2**20), "it comes as it is, however large"
     server.shutdown()
