@@ -30,9 +30,9 @@ _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # files of a model 
 _WEIGHTS, _INDEX, _WHOLE = ".safetensors", "model.safetensors.index.json", "model.safetensors"
 # Formats of data files; of a data set, files of the first format that it has are used.
 _DATA = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-_NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json", "dataset_info.json")
-_TRAIN = re.compile(r"(?:^|[/._ -])train(?:ing)?(?=$|[/._ -])")
-_OTHERS = re.compile(r"(?:^|[/._ -])(?:test|testing|eval|evaluation|dev|val|valid|validation)(?=$|[/._ -])")
+_NO_DATA = ("config.json", "dataset_infos.json", "dataset_dict.json", "state.json", "dataset_info.json")
+_TRAIN = re.compile(r"(?:^|[/._ 0-9-])train(?:ing)?(?=$|[/._ 0-9-])")
+_OTHERS = re.compile(r"(?:^|[/._ 0-9-])(?:test|testing|eval|evaluation|dev|val|valid|validation)(?=$|[/._ 0-9-])")
 _LARGEST = 2**24  # bytes of a repository's README
 
 
@@ -265,9 +265,7 @@ def _chosen(data: Repository, names: Sequence[str], folder: Path) -> list[str]:
     if configurations := _configurations(folder / "README.md"):
         files = _of_configuration(data, configurations, files)
     else:
-        if data.part is not None:
-            files = [name for name in files if name.startswith(f"{data.part}/")]
-        files = [name for name in files if _TRAIN.search(name)] or [name for name in files if not _OTHERS.search(name)]
+        files = _of_folder(data.part or "", files)
     if not files:
         others = Counter(Path(name).suffix or Path(name).name for name in names).most_common(5)
         raise data.problem(
@@ -277,6 +275,14 @@ def _chosen(data: Repository, names: Sequence[str], folder: Path) -> list[str]:
         )
     suffix = next(suffix for suffix in _DATA if any(name.endswith(suffix) for name in files))
     return [name for name in files if name.endswith(suffix)]
+
+
+def _of_folder(folder: str, files: Sequence[str]) -> list[str]:
+    """Return the training files below a folder ("": all), where nothing names them: by the words in their names."""
+    below = f"{folder}/".lstrip("/")
+    names = [name.removeprefix(below) for name in files if name.startswith(below)]
+    found = [name for name in names if _TRAIN.search(name)] or [name for name in names if not _OTHERS.search(name)]
+    return [f"{below}{name}" for name in found]
 
 
 def _configurations(readme: Path) -> Mapping[str, Any]:
@@ -304,7 +310,8 @@ def _of_configuration(data: Repository, configurations: Mapping[str, Any], files
     name = data.part or (default or known)[0]
     if name not in configurations:
         raise data.problem(f"has no configuration {name}, but {shown}")
-    said = configurations[name].get("data_files") or f"{configurations[name].get('data_dir', '')}/**".lstrip("/")
+    if not (said := configurations[name].get("data_files")):
+        return _of_folder(str(configurations[name].get("data_dir", "")).strip("./"), files)
     splits: dict[str, list[str]] = {}
     for each in said if isinstance(said, list) else [said]:
         each = each if isinstance(each, dict) else {"path": each}

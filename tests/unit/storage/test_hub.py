@@ -176,6 +176,22 @@ def test_a_data_set_has_the_files_of_its_training_split(served: Hub) -> None:
 
 
 @pytest.mark.parametrize(
+    ("card", "names", "expected"),
+    [
+        ("", ["train2014.json", "val2014.json"], ["train2014.json"]),
+        ("", ["1.parquet", "test1.parquet"], ["1.parquet"]),
+        ("", ["all.json", "config.json"], ["all.json"]),
+        ("configs:\n- data_dir: data", ["data/test.csv", "data/train.csv", "train.csv"], ["data/train.csv"]),
+        ("configs:\n- sep: x", ["test.csv", "train.csv"], ["train.csv"]),
+    ],
+)
+def test_files_are_chosen_by_name_as_datasets_does(card: str, names: list[str], expected: list[str], tmp_path: Path):
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
+    data = hub.repository("acme/data", "--datasets", is_data=True)
+    assert hub._chosen(data, names, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
     ("place", "message"),
     [
         ("acme/nothing", "--init-from acme/nothing is neither a path on this machine nor a repository of the hub"),
