@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _NAME = re.compile(
     r"(?:https://(?:huggingface\.co|hf\.co)/(?:datasets/)?)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/tree/main)?(?:/(?P<part>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
 )
 _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # files of a model other than its weights
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # one of them
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _WEIGHTS, _INDEX, _WHOLE = ".safetensors", "model.safetensors.index.json", "model.safetensors"
 # Formats of data files; of a data set, files of the first format that it has are used.
 _DATA = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
@@ -112,20 +115,28 @@ def model_folder(model: Repository, *, weights: bool) -> Path:
 
     Raises UserError.
     """
-    return _folder(model, lambda folder: _has_model(folder, weights), lambda fetch: _fetch_model(fetch, weights))
+    has_model = partial(_has_model, weights=weights)
+    is_whole = lambda folder: has_model(folder) and _has_readers(folder)  # noqa: E731
+    return _folder(model, is_whole, lambda fetch: _fetch_model(fetch, weights), usable=has_model)
 
 
 def data_files(data: Repository) -> list[Path]:
     """Return the files of a data set's training split, fetched if needed, in the order of names. Raises UserError."""
-    folder = _folder(data, lambda folder: False, _fetch_data)
+    folder = _folder(data, lambda folder: False, _fetch_data, usable=lambda folder: True)
     return [folder / name for name in _chosen(data, _names_in(folder), folder)]
 
 
-def _folder(wanted: Repository, is_whole: Callable[[Path], bool], fetch: Callable[[_Fetch], Path]) -> Path:
+def _folder(
+    wanted: Repository,
+    is_whole: Callable[[Path], bool],
+    fetch: Callable[[_Fetch], Path],
+    *,
+    usable: Callable[[Path], bool],
+) -> Path:
     """Return the cache folder of a repository, fetched unless it is complete.
 
-    If the hub cannot be reached, a data set's cached folder is returned as it is, maybe incomplete. The library makes
-    concurrent processes wait for one another.
+    If the hub cannot be reached, a cached folder that is `usable` is returned as it is, maybe incomplete. The library
+    makes concurrent processes wait for one another.
     """
     if (found := wanted.cached) is not None and is_whole(found):
         return found
@@ -133,7 +144,7 @@ def _folder(wanted: Repository, is_whole: Callable[[Path], bool], fetch: Callabl
         return fetch(_Fetch(wanted))
     except _Unreachable as error:
         # The cached folder may lack a file that is not needed here; a reader of a missing file reports it.
-        if found is not None and (wanted.is_data or _has_model(found, True)):
+        if found is not None and usable(found):
             return found
         raise wanted.unreachable(str(error)) from error
 
@@ -233,6 +244,17 @@ def _weights_of(folder: Path, names: Sequence[str] | Mapping[str, int]) -> list[
     if _WHOLE in names:
         return [_WHOLE]
     return sorted(name for name in names if "/" not in name and name.endswith(_WEIGHTS))
+
+
+def _has_readers(folder: Path) -> bool:
+    """Return whether a folder with config.json says how text and, for a model that sees, images are read.
+
+    Transformers fetches a configuration, a tokenizer, an image processor and a model one by one, into the same cache.
+    """
+    there = {file.name for file in folder.iterdir()}
+    if "vision_config" in read_json(folder / "config.json"):
+        return not there.isdisjoint(_TOKENIZERS) and not there.isdisjoint(_PROCESSORS)
+    return not there.isdisjoint((*_TOKENIZERS, *_PROCESSORS))
 
 
 def _has_model(folder: Path, weights: bool) -> bool:

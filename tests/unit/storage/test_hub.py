@@ -143,6 +143,23 @@ def test_a_model_is_fetched_once_and_without_what_is_not_needed(served: Hub) -> 
     assert hub.commit_of(str(small)) is None
 
 
+VLM = ["config.json", "tokenizer.json", "model.safetensors", "preprocessor_config.json"]
+
+
+@pytest.mark.parametrize("cached", [VLM[:1], VLM[:2], VLM[:3]])
+def test_what_another_program_has_fetched_of_a_model_is_completed(served: Hub, monkeypatch, cached: list[str]) -> None:
+    """Transformers fetches configuration, tokenizer, model and processor one by one; without the hub they are all."""
+    served.repositories["acme/vlm"] = dict.fromkeys(VLM, b'{"vision_config": {}}')
+    folder = hub._Fetch(hub.repository("acme/vlm", "")).files(cached)
+    with monkeypatch.context() as offline:
+        offline.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert cache.local_path("acme/vlm", "--init-from", weights=VLM[2] in cached) == folder
+    cache._from_hub.cache_clear()
+    assert cache.local_path("acme/vlm", "--tokenizer", weights=False) == folder
+    assert (folder / VLM[1]).exists()
+    assert (folder / VLM[3]).exists()
+
+
 def test_a_folder_of_that_name_wins(served: Hub, tmp_path: Path) -> None:
     (tmp_path / "acme" / "vlm").mkdir(parents=True)
     assert hub.commit_of("acme/vlm") is None
