@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -78,7 +79,11 @@ def _from_hub(place: str, option: str, *, weights: bool) -> Path | None:
         temporary.rename(folder)
 
     key = hashlib.sha256(json.dumps([data.name, data.part, data.revision]).encode()).hexdigest()[:16]
-    return _kept(home() / key, link)
+    try:
+        folder = home() / key
+    except UserError as error:
+        raise data.problem(str(error)) from error
+    return _kept(folder, link)
 
 
 @functools.cache  # a rank asks for its model's folder ten times at its start
@@ -118,13 +123,22 @@ def _kept(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
+def place_of_home() -> Path:
+    """Return megavlm's cache folder, which may be missing: MEGAVLM_CACHE, or `megavlm` in the user's cache folder."""
+    given = os.environ.get("MEGAVLM_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megavlm")
+
+
 def home() -> Path:
-    """Return megavlm's cache folder, created if missing: MEGAVLM_CACHE, or `megavlm` in the user's cache folder."""
-    given = os.environ.get("MEGAVLM_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megavlm"
-    )
-    Path(given).mkdir(parents=True, exist_ok=True)
-    return Path(given)
+    """Return megavlm's cache folder, created if missing. Raises UserError if it cannot be written."""
+    try:
+        (place := place_of_home()).mkdir(parents=True, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(dir=place))
+    except OSError as error:
+        raise UserError(
+            f"needs the cache {place}, which cannot be written ({error.strerror}): set MEGAVLM_CACHE to another folder"
+        ) from error
+    return place
 
 
 def _listed(url: str) -> tuple[Store, dict[str, tuple[int, str]], bool]:

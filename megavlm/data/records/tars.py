@@ -8,6 +8,7 @@ one sample at its end for the rest. That sample cannot be read, so training coun
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from megavlm.errors import UserError
 from megavlm.files import replace_file
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import FileRange
-from megavlm.storage.cache import DATASETS, SPLIT, home, local_path
+from megavlm.storage.cache import DATASETS, SPLIT, home, local_path, place_of_home
 
 _INDEX = ".idx"  # appended to the name of a tar, gives the name of its index
 _READERS = 8  # tars that are indexed at once: most of the time is spent waiting for a disk or a network
@@ -79,7 +80,7 @@ def _tars_of(path: Path) -> list[Tar]:
     else:
         raise ValueError("is not a file or folder")
     paths = [folder / name for name in names]
-    if unindexed := sum(not any(map(Path.is_file, _indices(each))) for each in paths):
+    if unindexed := sum(not any(map(os.path.isfile, _indices(each))) for each in paths):
         print(f"indexing {unindexed} tars of {path}, once", flush=True)
     with ThreadPoolExecutor(_READERS) as pool:
         return list(map(Tar, names, paths, pool.map(indexed, paths)))
@@ -108,7 +109,7 @@ def _trained_on(folder: Path) -> list[str]:
 def _indices(path: Path) -> tuple[Path, Path]:
     """Return the two paths of a tar's index: next to the tar, and in the cache for a folder that is not writable."""
     key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    return path.with_name(path.name + _INDEX), home() / "tars" / f"{path.stem}-{key}{_INDEX}"
+    return path.with_name(path.name + _INDEX), place_of_home() / "tars" / f"{path.stem}-{key}{_INDEX}"
 
 
 def indexed(path: Path) -> NDArray[np.uint64]:
@@ -125,7 +126,7 @@ def indexed(path: Path) -> NDArray[np.uint64]:
     try:
         replace_file(beside, offsets.tobytes())
     except OSError:
-        elsewhere.parent.mkdir(exist_ok=True)
+        (home() / "tars").mkdir(exist_ok=True)
         replace_file(elsewhere, offsets.tobytes())
     return offsets
 

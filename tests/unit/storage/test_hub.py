@@ -305,6 +305,13 @@ def test_a_disk_without_room_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         local_path(place(tmp_path, "a"), "--init-from")
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no home."""
+    monkeypatch.setenv("MEGAVLM_CACHE", "/proc/none")
+    with pytest.raises(UserError, match=r"--init-from file://\S+ needs the cache /proc/none, which cannot be written"):
+        local_path(place(tmp_path, "a"), "--init-from")
+
+
 def test_a_copy_that_is_cut_short_is_made_again(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = place(tmp_path, "a")
 
