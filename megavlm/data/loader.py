@@ -18,7 +18,7 @@ from torch import Tensor
 from megavlm.arch.packing import imbalance, of_micro_batches, of_ranks
 from megavlm.data.broadcast import ReplicaBroadcast
 from megavlm.data.collator import Collator
-from megavlm.data.sampler import BatchSampler
+from megavlm.data.sampler import BEGIN_WITH_WEIGHTS, BatchSampler
 from megavlm.data.types import CollatedBatch, Imbalance, LoaderState, Segments, StepData
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
@@ -94,9 +94,9 @@ class RankLoader:
         if state.keys() != self._sampler.start.keys():
             raise UserError(
                 "the checkpoint is of a run on other data, or with --epochs in place of --train-iters, whose position "
-                "has no meaning here: go on with what it had (--data, --datasets, --epochs), or begin a new run with "
-                "--load and another --run-dir"
+                f"has no meaning here: go on with what it had (--data, --datasets, --epochs), or {BEGIN_WITH_WEIGHTS}"
             )
+        self._sampler.check(state)  # now, before the options of this start replace those in RUN_DIR/config.yaml
         self._drop_prefetched()
         self._state = dict(state)
 

@@ -25,6 +25,7 @@ from megavlm.inputs.bad_sample import Skipped, SkipSummary
 # Consecutive windows without a usable sample after which a run ends. It ends earlier if every record was skipped.
 _EMPTY_WINDOWS = 4
 _CLOSE = 10.0  # seconds that `close` waits for windows in progress
+BEGIN_WITH_WEIGHTS = "export the weights and begin a new run with them (--init-from)"  # `--load` goes on in the data
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class BatchSampler(Protocol):
         """Return the state before the first global batch."""
         ...
 
+    def check(self, state: LoaderState) -> None:
+        """Raise UserError if a saved state has no meaning for these data."""
+        ...
+
     def batch_at(self, state: LoaderState) -> GlobalBatch:
         """Return the global batch that begins at `state`."""
         ...
@@ -91,6 +96,9 @@ class SequentialBatchSampler:
     @property
     def start(self) -> LoaderState:
         return {"consumed_samples": 0}
+
+    def check(self, state: LoaderState) -> None:
+        """Accept any state."""
 
     def batch_at(self, state: LoaderState) -> GlobalBatch:
         first = state["consumed_samples"]
@@ -130,11 +138,7 @@ class PackedBatchSampler:
         return start | ({"epoch": self._divided.epoch} if self._divided.within_epochs else {})
 
     def batch_at(self, state: LoaderState) -> GlobalBatch:
-        """Return the global batch that begins at `state`.
-
-        Raises UserError if no sample is usable, or if `state` counts windows of another size.
-        """
-        self._check(state)
+        """Return the global batch that begins at `state`. Raises UserError if no sample is usable."""
         return self._taken(state)
 
     def _taken(self, state: LoaderState, *, end: int | None = None) -> GlobalBatch:
@@ -177,17 +181,18 @@ class PackedBatchSampler:
         self._thread.shutdown(wait=False, cancel_futures=True)
         wait([window for window in list(self._windows.values()) if not window.cancelled()], timeout=_CLOSE)
 
-    def _check(self, state: LoaderState) -> None:
+    def check(self, state: LoaderState) -> None:
+        """Raise UserError if `state` counts windows or epochs of another size."""
         for name, flag in (("window_size", "--packing-window"), ("seq_length", "--seq-length")):
             if state.get(name) != self.start[name]:
                 raise UserError(
                     f"the checkpoint's position in the data counts with {flag} {state.get(name)}, now it is "
-                    f"{self.start[name]}: go on with the former, or begin a new run (--load its weights)"
+                    f"{self.start[name]}: go on with the former, or {BEGIN_WITH_WEIGHTS}"
                 )
         if state.get("epoch") != self.start.get("epoch"):
             raise UserError(
                 f"the checkpoint's position in the data counts epochs of {state.get('epoch'):,.0f} samples, now they "
-                f"have {self.start['epoch']:,.0f}: begin a new run (--load its weights)"
+                f"have {self.start['epoch']:,.0f}: {BEGIN_WITH_WEIGHTS}"
             )
 
     def _window(self, number: int) -> Window:

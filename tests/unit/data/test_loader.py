@@ -205,11 +205,13 @@ def records_of(number: int) -> Sequence[EncodedRecord]:
     return [encoded(item, item, int(np.random.default_rng(item).integers(1, LENGTH + 1))) for item in items]
 
 
-def sampler(*, count: int = 4, packing: bool = True, window: int = WINDOW) -> PackedBatchSampler:
+def sampler(
+    *, count: int = 4, packing: bool = True, window: int = WINDOW, epoch: int | None = None
+) -> PackedBatchSampler:
     return PackedBatchSampler(
         lambda number: window_of(records_of(number), seq_length=LENGTH, packing=packing),
         count=count,
-        windows=Windows(window),
+        windows=Windows(window, epoch, within_epochs=epoch is not None),
         seq_length=LENGTH,
     )
 
@@ -274,10 +276,16 @@ def test_data_without_a_usable_sample_says_why() -> None:
     given_sampler.close()
 
 
-def test_a_place_in_other_windows_is_refused() -> None:
-    place = sampler(window=10).start
-    with pytest.raises(UserError, match="--packing-window 10"):
-        sampler().batch_at(place)
+def test_a_place_in_other_windows_or_data_is_refused_when_it_is_loaded() -> None:
+    """With a remedy that is one: `--load` in a new run would go on at the same place."""
+    unused: Any = None
+    for other, place, said in (
+        (sampler(), sampler(window=10).start, "--packing-window 10"),
+        (sampler(), {"consumed_samples": 0}, "other data"),
+        (sampler(epoch=20), sampler(epoch=10).start, "epochs of 10 samples, now they have 20"),
+    ):
+        with pytest.raises(UserError, match=rf"{said}.*export the weights and .*\(--init-from\)"):
+            RankLoader(other, unused, dp_rank=0, dp_size=1, micro_batch_size=1).load_state_dict(place)
 
 
 @settings(max_examples=40, deadline=None)
