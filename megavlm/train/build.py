@@ -111,7 +111,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     engine, position, loads = _restored(chosen, data, groups, backend, watch, write_files)
     if objective_of(config.model).refers:
         if from_rank_0(lambda: bool(folders.checkpoints(run_dir / "checkpoints")), False):
-            on_rank_0(partial(check_references, run_dir))
+            on_rank_0(partial(check_references, run_dir, config.checkpoint.checkpoint_dir))
         else:
             write_references(config, chosen.plan, groups, backend, engine)
     watch.starting("outputs")

@@ -24,14 +24,19 @@ from megavlm.data.records import data_identity
 from megavlm.data.source import HeldOutPrompt, Source
 from megavlm.data.survey import RunLength, data_table, run_length, samples_line, validation_line
 from megavlm.data.types import ID, HeldOut
-from megavlm.errors import UserError
+from megavlm.errors import StoreLost, UserError
+from megavlm.files import replace_file
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups
 from megavlm.parallel.rendezvous import barrier, from_rank_0, on_rank_0
 from megavlm.rules.training_rules import with_train_iters
 from megavlm.storage.cache import DATASETS, local_path
+from megavlm.storage.store import Store, StoreError
+from megavlm.storage.transfer import with_retries
 from megavlm.train.build_source import build_source
 from megavlm.train.engine import Engine
+
+_LARGEST = 2**32  # bytes of reference log-probabilities: 268 million answers
 
 
 @dataclass(frozen=True)
@@ -83,14 +88,22 @@ def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend:
     return config, RunData(loaders, prompts, identity)
 
 
-def check_references(run_dir: Path) -> None:
-    """Raise UserError if a resumed run lost its reference log-probabilities: only the initial weights give them."""
-    if not (path := References(run_dir).path).exists():
+def check_references(run_dir: Path, store: str | None) -> None:
+    """Raise UserError if a resumed run lost its reference log-probabilities: only the initial weights give them.
+
+    On a new disk they are copied from `store`, where the first start of the run has left them.
+    """
+    path = References(run_dir).path
+    if not path.exists() and store is not None:
+        with contextlib.suppress(StoreError):  # the message below says what to do
+            replace_file(path, with_retries(lambda: Store.at(store).read(path.name, at_most=_LARGEST)))
+    if not path.exists():
         raise UserError(f"{path} is missing, which the first start wrote: put it back, or begin a new run (--run-dir)")
 
 
 def write_references(config: Config, plan: Plan, groups: Groups, backend: Backend, engine: Engine) -> None:
-    """Write the log-probability of each answer in the data under the current model; every rank calls it.
+    """Write the log-probability of each answer in the data under the current model, also to `--checkpoint-dir`; every
+    rank calls it. Raises StoreLost.
 
     The pass is a validation over all records, each read once. So no second model is ever in memory.
     """
@@ -125,7 +138,16 @@ def write_references(config: Config, plan: Plan, groups: Groups, backend: Backen
     finally:
         loaders.training.close()
         loaders.validation.close()
-    on_rank_0(partial(references.write, known))
+
+    def write() -> None:
+        references.write(known)
+        if (store := config.checkpoint.checkpoint_dir) is not None:
+            try:
+                with_retries(lambda: Store.at(store).upload(references.path, references.path.name))
+            except StoreError as error:
+                raise StoreLost(f"--checkpoint-dir: {error}. Start again when the store answers") from error
+
+    on_rank_0(write)
 
 
 def _audio_ranks(plan: Plan, dims: Dims) -> Sequence[int]:

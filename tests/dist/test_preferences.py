@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,13 +101,16 @@ def test_any_layout_has_the_numbers_of_one_process(pools, alone, losses, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_a_run_goes_on_as_it_would_have(pools, losses, tmp_path, loss):
-    """The reference stays that of the first start."""
+    """The reference stays that of the first start, also on a new disk."""
     words = [*losses[loss], "--lr-decay-iters", "20"]
     pools(2).run(train, [*words, "--train-iters", "4"], str(tmp_path / "whole"))
+    words += ["--checkpoint-dir", f"file://{tmp_path}/store"]
     pools(2).run(train, [*words, "--train-iters", "2"], str(tmp_path / "parts"))
+    shutil.rmtree(tmp_path / "parts")
     pools(2).run(train, [*words, "--train-iters", "4"], str(tmp_path / "parts"))
-    assert_resumed(metrics(tmp_path / "parts")[2:], metrics(tmp_path / "whole")[2:])
-    (tmp_path / "parts/reference.npy").unlink()
+    assert_resumed(metrics(tmp_path / "parts"), metrics(tmp_path / "whole")[2:])
+    for lost in ("parts", "store"):
+        (tmp_path / lost / "reference.npy").unlink()
     with pytest.raises(AssertionError, match=r"reference\.npy is missing"):
         pools(2).run(train, [*words, "--train-iters", "5"], str(tmp_path / "parts"))
 
