@@ -20,7 +20,7 @@ from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.checkpoint.hf.compose import composed_config, note_channels, write_composed_sidecar, write_part_sidecars
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
-from megavlm.checkpoint.hf.sidecar import FILES, NAME, carry_sidecar, write_sidecar
+from megavlm.checkpoint.hf.sidecar import FILES, NAME, carry_sidecar, sidecars, write_sidecar
 from megavlm.config.derived import starts_from
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -105,7 +105,7 @@ def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend)
 
 def write_sidecars(run_dir: Path, config: Config, checkpoint: Path | None, *, image_token: int) -> None:
     """Write RUN_DIR/hf, the files of a Hugging Face model that an export needs, if the run starts from such a model."""
-    if checkpoint is not None:
+    if checkpoint is not None and sidecars(checkpoint):  # those that come from a store have none
         carry_sidecar(checkpoint, run_dir)
         return
     _write_sidecars(run_dir, config, image_token)
