@@ -138,14 +138,15 @@ class SummingFile:
         return FileSum(self._bytes, self._crc)
 
 
-def sum_of(path: Path) -> FileSum:
-    """Return the size and CRC-32 of a file. The file is read in pieces, so memory stays bounded."""
+def sum_of(path: Path, go_on: Callable[[], None] = lambda: None) -> FileSum:
+    """Return the size and CRC-32 of a file, which is read in pieces; `go_on` is called after each."""
     size = crc = 0
     buffer = memoryview(bytearray(_PIECE))
     with open_regular(path, buffering=0) as file:
         while count := file.readinto(buffer):  # type: ignore[attr-defined]  # without buffering, a FileIO
             crc = zlib.crc32(buffer[:count], crc)
             size += count
+            go_on()
     return FileSum(size, crc)
 
 
@@ -242,12 +243,15 @@ def first_look(folder: Path) -> str | None:
     return misfit(sums, sizes) or damage(folder, [name for name in sums if not name.endswith(TENSORS)])
 
 
-def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
-    """Read files (default: all), compare their checksums, and return the first problem; None if all are as written."""
+def damage(folder: Path, names: Iterable[str] | None = None, go_on: Callable[[], None] = lambda: None) -> str | None:
+    """Read files (default: all), compare their checksums, and return the first problem; None if all are as written.
+
+    `go_on` is called after each piece of a file.
+    """
     try:
         sums = read_manifest(folder)
         for name in sums if names is None else names:
-            found, expected = sum_of(folder / name), sums[name]
+            found, expected = sum_of(folder / name, go_on), sums[name]
             if found.bytes != expected.bytes:
                 return f"{name} has {found.bytes:,} bytes, not {expected.bytes:,}"
             if found != expected:

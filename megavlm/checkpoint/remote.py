@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def upload(folder: Path, store: Store, *, done: set[str], go_on: GoOn = _nothing
         remove(target)
 
     def send(name: str, moved: Moved) -> None:
-        if problem := manifest.damage(folder, [name]):
+        if problem := manifest.damage(folder, [name], partial(moved, 0)):  # a slow disk is no store that is silent
             raise UserError(f"{folder} is damaged: {problem}")
         target.upload(folder / name, name, moved)
         done.add(name)
@@ -171,10 +172,10 @@ def download(
     into = temporary_for(root, stored.name)
 
     def fetch(name: str, moved: Moved) -> None:
-        if _is_whole(into / name, sums[name]):
+        if _is_whole(into / name, sums[name], moved):
             return
         stored.folder.download(name, into / name, moved)
-        if not _is_whole(into / name, sums[name]):
+        if not _is_whole(into / name, sums[name], moved):
             raise DamagedInStore(f"{stored.folder.url}/{name} is damaged: its size or checksum is not what was saved")
 
     return move(_largest_first(sums, names), fetch, go_on=go_on)
@@ -227,9 +228,9 @@ def remove(folder: Store) -> None:
     folder.remove_all()
 
 
-def _is_whole(path: Path, expected: FileSum) -> bool:
+def _is_whole(path: Path, expected: FileSum, moved: Moved) -> bool:
     try:
-        return path.stat().st_size == expected.bytes and manifest.sum_of(path) == expected
+        return path.stat().st_size == expected.bytes and manifest.sum_of(path, partial(moved, 0)) == expected
     except OSError:
         return False
 

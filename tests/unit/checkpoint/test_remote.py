@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from megavlm.checkpoint import folders, remote
+from megavlm.checkpoint import folders, manifest, remote
 from megavlm.checkpoint.folders import Holds, Keep
 from megavlm.checkpoint.manifest import MANIFEST, SUMMARY
 from megavlm.checkpoint.remote import DamagedInStore
@@ -303,6 +303,25 @@ def test_failures_are_told_once_and_stop_nothing(store, root, monkeypatch, capsy
     kinds = [(event["kind"], event["iteration"]) for event in events(root.parent)]
     assert kinds == [("upload_failed", 10), ("upload_failed", 10), ("upload", 20)]
     assert capsys.readouterr().err.count("NOT UPLOADED") == 2
+
+
+def test_a_slow_disk_is_no_store_that_does_not_answer(store, root, tmp_path, monkeypatch):
+    """Files are summed up before they are sent, and after they have come."""
+    monkeypatch.setattr(manifest, "_PIECE", 100)
+    counts: dict[str, list[int]] = {}
+
+    def move(names: Any, act: Any, **_: Any) -> int:
+        for name in names:
+            act(name, counts.setdefault(name, []).append)
+        return 0
+
+    monkeypatch.setattr(remote, "move", move)
+    remote.upload(save(root, 10), store, done=set())
+    [stored] = remote.complete_in(store)
+    remote.download(stored, tmp_path / "new", ["__0_0.distcp"], stored.sums())
+    assert counts["__0_0.distcp"].count(0) == 2 * 71
+    remote.download(stored, tmp_path / "new", ["__0_0.distcp"], stored.sums())
+    assert counts["__0_0.distcp"].count(0) == 3 * 71
 
 
 @pytest.mark.parametrize(("moved", "counts"), [((0, 0), False), ((0, 7), True)])
