@@ -180,17 +180,17 @@ def _named(tag: str) -> str:
 class TensorBoardSink(Callback):
     """Writes TensorBoard event files: a chart for each number of the records, and samples with their images."""
 
-    def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
-        """Write to `directory`; TensorBoard ignores points of earlier event files from iteration `purge_step` on.
+    def __init__(self, directory: Path, *, resume_iteration: int = 0) -> None:
+        """Write to `directory`; TensorBoard ignores points of earlier event files after `resume_iteration`.
 
-        A run that resumes at iteration k passes k + 1. Raises UserError if the directory cannot be written.
+        Raises UserError if the directory cannot be written.
         """
         with without("boto3"):  # TensorBoard would import it for logs on S3
             from torch.utils.tensorboard import SummaryWriter
 
         self._pictures_written = False
         try:
-            self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
+            self._writer: Any = SummaryWriter(str(directory), purge_step=resume_iteration + 1, flush_secs=30)
         except OSError as error:
             what = f"{directory} cannot be written ({error.strerror})"
             raise UserError(f"{what}: move it away, or go on with --no-tensorboard") from error

@@ -103,7 +103,7 @@ def outputs(config: Config, run_dir: Path, iteration: int) -> tuple[ProgressLine
     if config.evaluation.sample_interval:
         sinks.append(SamplesSink(run_dir / "samples", resume_iteration=iteration))
     if config.logging.tensorboard:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard", purge_step=iteration + 1 if iteration else None))
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_iteration=iteration))
     return progress, [*sinks, *trackers_of(config, run_dir)]
 
 

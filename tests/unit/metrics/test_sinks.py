@@ -153,13 +153,16 @@ def test_lines_wait_until_a_full_disk_has_room(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_tensorboard_charts_numbers_and_purges_on_resume(tmp_path: Path) -> None:
-    first = TensorBoardSink(tmp_path)
+    lost = TensorBoardSink(tmp_path)
+    lost.on_step_end(StepEnd({"iteration": 2, "loss": 9.0}))
+    lost.on_stop(END)
+    first = TensorBoardSink(tmp_path)  # the run before has left no checkpoint
     for iteration in range(1, 6):
         first.on_step_end(
             StepEnd({"iteration": iteration, "loss": float(iteration), "tokens": 8, "mfu": None, "device": "CPU"})
         )
     first.on_stop(END)
-    resumed = TensorBoardSink(tmp_path, purge_step=4)
+    resumed = TensorBoardSink(tmp_path, resume_iteration=3)
     resumed.on_step_end(StepEnd({"iteration": 4, "loss": 40.0, "tokens": 8, "mfu": None}))
     resumed.on_stop(END)
     charts = EventAccumulator(str(tmp_path)).Reload()
