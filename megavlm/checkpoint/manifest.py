@@ -31,7 +31,7 @@ LARGEST = 2**24  # bytes of a manifest: 100,000 files
 TENSORS = ".distcp"  # suffix of tensor files, which are verified during a load; all other files are verified before it
 _LOADED = ("state.json", "metadata.json", "items.json")  # further files that a load reads, with SUMMARY
 _PIECE = 2**18  # bytes that are read, written or summed at once: the bytes to sum are still in the core's cache
-_FLUSH = 2**28  # bytes of a file after which it waits for the disk: no single wait is long
+_FLUSH = 2**26  # bytes of a file after which it waits for the disk: no single wait exhausts a writer's patience
 _ROWS, _COLUMNS = 64, 511
 BLOCK = 8 * _ROWS * _COLUMNS  # bytes
 

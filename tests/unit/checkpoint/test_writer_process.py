@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megavlm.backend.host_copies import SharedMemory
-from megavlm.checkpoint import saving, writer
+from megavlm.checkpoint import manifest, saving, writer
 from megavlm.checkpoint.folders import Keep
 from megavlm.checkpoint.staging import SaveError
 
@@ -69,3 +69,8 @@ def test_what_a_killed_save_left_makes_room_before_the_next_one_writes(tmp_path:
     job = writer.SaveJob(tmp_path, 4, "b", 0, 2, {}, {}, None, Keep(0), memory=0)
     assert writer.do(job, SharedMemory(), lambda: None).error == "the disk is full"
     assert there == ["iter_0000001", "tmp-iter_0000004-b"]
+
+
+def test_a_writer_may_share_slow_storage_with_many() -> None:
+    """A hundred ranks that write two files each get half a megabyte a second for a file from 100 MB/s."""
+    assert manifest._FLUSH / 0.6e6 < writer.PATIENCE
