@@ -87,6 +87,8 @@ def changed_options(before: Config, now: Config) -> str | None:
     if not changed:
         return None
     bend = "; from here, the learning rate follows the schedule of the new length" if _bends(before, now) else ""
+    if now.train.epochs is not None and before.train.global_batch_size != now.train.global_batch_size:
+        bend += "; --epochs counts all steps as of this batch, so that the run trains on more or less than that"
     return f"this run goes on with other options: {', '.join(changed)}{bend}"
 
 

@@ -374,6 +374,9 @@ def test_a_new_length_moves_the_schedule() -> None:
     assert "schedule of the new length" in (changed_options(before, longer) or "")
     fixed = [*BEGUN, "--lr-decay-iters", "100"]
     assert "schedule" not in (changed_options(parse(fixed), parse([*fixed, "--train-iters", "200"])) or "")
+    for length, said in (("--epochs", True), ("--train-iters", False)):
+        few, many = (parse([length, "2", "--gbs", batch]) for batch in ("8", "16"))
+        assert ("more or less than that" in (changed_options(few, many) or "")) is said
 
 
 def test_flops_are_those_of_the_products() -> None:
