@@ -28,6 +28,7 @@ from megavlm.paths import read_bytes
 
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_NO_RENAMES = (errno.EMFILE, errno.EOPNOTSUPP, errno.ENOSYS)  # of a folder: gcsfuse gives the first
 
 
 def folder_for(root: Path, iteration: int) -> Path:
@@ -84,7 +85,7 @@ def commit(temporary: Path, final: Path, sums: Mapping[str, FileSum], *, attempt
     before = final.with_name(f"tmp-before-{final.name}")
     if os.path.lexists(final):  # the same iteration again, after resuming from an older checkpoint by hand
         remove(before)
-        final.rename(before)
+        _move(final, before)
     rename_flushed(temporary, final, flushed=sums)
     with suppress(OSError):  # the checkpoint is committed; `sweep` tries again
         remove(before)
@@ -122,8 +123,22 @@ def rename_flushed(temporary: Path, final: Path, *, flushed: Container[str] = ()
             if folder != str(temporary) or name not in flushed:
                 _flush(Path(folder, name))
         _flush(Path(folder))
-    temporary.rename(final)
+    _move(temporary, final)
     _flush(final.parent)
+
+
+def _move(folder: Path, target: Path) -> None:
+    """Rename a folder. In a file system that renames files alone, move its files, and the manifest last."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno not in _NO_RENAMES:
+            raise
+        for path in sorted(folder.rglob("*"), key=lambda path: path.name == MANIFEST):
+            (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file():
+                path.rename(target / path.relative_to(folder))
+        remove(folder)
 
 
 def _flush(path: Path) -> None:
@@ -223,6 +238,11 @@ def delete(folder: Path) -> bool:
         folder.rename(gone)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_RENAMES:
+            raise
+        gone = folder
+        (folder / MANIFEST).unlink(missing_ok=True)
     finally:
         os.close(file)
     remove(gone)  # with none of its files open: NFS keeps such a file, and refuses to delete its folder

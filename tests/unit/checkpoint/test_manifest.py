@@ -264,6 +264,26 @@ def test_none_of_its_files_is_open_while_a_checkpoint_is_deleted(tmp_path: Path,
     assert still_open == []
 
 
+def test_where_only_files_can_be_renamed_a_checkpoint_is_moved_with_its_manifest_last(tmp_path, monkeypatch) -> None:
+    """As on a bucket that gcsfuse mounts."""
+    rename, moved = Path.rename, list[str]()
+
+    def refusing(self: Path, target: Path) -> Path:
+        if self.is_dir():
+            raise OSError(errno.EMFILE, "Too many open files")
+        moved.append(self.name)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    for content in ("old", "new"):
+        committed(tmp_path, 5, {"state.json": "{}", "zz": content, "hf/config.json": "{}"})
+    assert (tmp_path / "iter_0000005/zz").read_text() == "new"
+    assert [place for place, name in enumerate(moved) if name == MANIFEST] == [3, 7, 11]
+    write(tmp_path, 6)
+    assert folders.prune(tmp_path, Keep(1)) == [tmp_path / "iter_0000005"]
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000006"]
+
+
 def test_what_is_gone_cannot_be_held(tmp_path: Path) -> None:
     assert not Holds().add(folders.folder_for(tmp_path, 1))
 
