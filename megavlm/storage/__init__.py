@@ -9,6 +9,7 @@ import re
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SECRET = re.compile(r"(?<=://)[^/@\s]+@|[?&](?:[A-Za-z0-9._-]+=)\S*")
+_CONTAINER_AT = ("abfs", "abfss")  # Azure's URLs name CONTAINER@ACCOUNT
 
 
 def is_url(text: str) -> bool:
@@ -21,9 +22,10 @@ def complaint(url: str) -> str | None:
 
     Passwords and signatures are refused, since URLs are written to files and logs.
     """
-    _, _, rest = url.partition("://")
+    scheme, _, rest = url.partition("://")
     host = rest.partition("/")[0]
-    if "@" in host or "?" in rest:
+    of_azure = scheme in _CONTAINER_AT and ":" not in host
+    if ("@" in host and not of_azure) or "?" in rest:
         return "has a password or a signature: leave it out, and let the environment have the credentials"
     if "::" in url:
         return "chains file systems: name one"

@@ -360,6 +360,8 @@ def test_urls_and_paths_are_told_apart() -> None:
     assert all(map(is_url, ("gs://b/x", "s3://b", "file:///tmp/x", "memory://x")))
     assert not any(map(is_url, ("runs/x", "/data/a:b", "C:/x", "gs:/b", "")))
     assert complaint("gs://bucket/run-1/a.b") is None
+    assert complaint("abfss://container@account.dfs.core.windows.net/run") is None
+    assert complaint("abfss://container:secret@account.dfs.core.windows.net/run") is not None
 
 
 def test_messages_of_libraries_lose_what_may_be_secret() -> None:
