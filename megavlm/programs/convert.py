@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.errors import UserError
 from megavlm.files import check_folder
 from megavlm.program import started_as
@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("folder", metavar="HF_DIR", type=Path)
     compare.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="?")
     compare.add_argument("--tolerance", type=float, default=1e-4, help="Maximum logit difference.")
-    compare.add_argument("--samples", type=int, default=2, help="Number of random samples.")
-    compare.add_argument("--seq-length", type=int, default=None, help="Tokens per sample; default: fits one image.")
+    compare.add_argument("--samples", type=count, default=2, help="Number of random samples.")
+    compare.add_argument("--seq-length", type=count, default=None, help="Tokens per sample; default: fits one image.")
     compare.set_defaults(run=verify)
     return parser
 
@@ -97,7 +97,7 @@ def verify(options: argparse.Namespace) -> int:
         f"largest logit difference {found.largest:.2e} (largest logit {found.scale:.2f}), "
         f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {found.length} positions"
     )
-    if found.largest > options.tolerance:
+    if not found.largest <= options.tolerance:  # NaN differs, too
         print(f"{started_as('convert')}: that is more than --tolerance {options.tolerance}", file=sys.stderr)
         if found.parted is not None:
             print(f"the first module that differs beyond rounding: {found.parted}", file=sys.stderr)

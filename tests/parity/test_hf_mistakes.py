@@ -147,6 +147,13 @@ def test_verify_finds_a_difference(folder, single, tmp_path, capsys):
     assert "more than --tolerance 0.0001" in told
     assert "the first module that differs beyond rounding: language.layers.0.mlp.linear_fc2 " in told
 
+    def spoil(weights: dict[str, Any]) -> None:
+        weights["language_model.model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+
+    change_weights(folder, spoil)
+    assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 1
+    assert "largest logit difference nan" in capsys.readouterr().out
+
 
 def test_folders_are_named_in_their_order(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert.main(["verify", str(tmp_path), str(folder)]) == 2
