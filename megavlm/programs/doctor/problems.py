@@ -182,9 +182,9 @@ def devices(facts: Facts, needs: Needs) -> Iterator[Problem]:
         yield Problem(
             "note", f"compute capability {_dotted(lowest)} has no FP8 (8.9 has)", "train with --precision bf16"
         )
-    if len(facts.devices) > 1 and lowest < (10, 0) and facts.max_connections != "1":
-        what = "CUDA_DEVICE_MAX_CONNECTIONS is not 1: tensor-parallel communication overlaps less"
-        yield Problem("note", what, "export CUDA_DEVICE_MAX_CONNECTIONS=1")
+    if facts.devices and facts.max_connections == "1":
+        what = "CUDA_DEVICE_MAX_CONNECTIONS=1 is refused by --encode-ahead and by runs that shard gradients or weights"
+        yield Problem("warning", what, "unset CUDA_DEVICE_MAX_CONNECTIONS  # a run sets what its layout needs")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

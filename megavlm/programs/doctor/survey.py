@@ -163,7 +163,8 @@ def _links(check: Check, nodes: Sequence[Sequence[int]], device: torch.device) -
     own = dist.get_rank()
     mine, place = next((node, list(ranks).index(own)) for node, ranks in enumerate(nodes) if own in ranks)
     check.part = WITHIN
-    groups = [dist.new_group(list(ranks)) for ranks in nodes]
+    limit = timedelta(seconds=check.limit)  # a new group does not inherit it
+    groups = [dist.new_group(list(ranks), timeout=limit) for ranks in nodes]
     if len(nodes[mine]) > 1:  # all nodes at the same time, as in training
         yield WITHIN, _all_reduce(groups[mine], len(nodes[mine]), device)
     check.part = WORLD

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
@@ -17,9 +18,13 @@ from typing import Any
 
 import pytest
 import yaml
+from torch import device
+from torch.distributed import HashStore
 
 from megavlm.errors import UserError
+from megavlm.parallel.rendezvous import Meeting
 from megavlm.planner.hardware import PROFILES
+from megavlm.programs.doctor import survey
 from megavlm.programs.doctor.doctor import as_text, rows_of
 from megavlm.programs.doctor.machine import GPU, Facts, Package, Rate
 from megavlm.programs.doctor.problems import EXCHANGE, WITHIN, WORLD, Survey, needs, problems, rows, world_problems
@@ -62,7 +67,7 @@ def with_version(name: str, version: str, error: str | None = None) -> dict[str,
 
 
 def test_a_sound_machine_has_no_findings() -> None:
-    assert problems(SOUND, NEEDS) == []
+    assert problems(SOUND, NEEDS) == problems(replace(SOUND, devices=(H200, H200)), NEEDS) == []
     assert "nothing is missing" in as_text(rows_of(SOUND), [])
 
 
@@ -131,6 +136,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "pip install 'megatron-core<0.20,>=0.16.1'",
     ),
     "no pyarrow": ({"packages": without("pyarrow")}, "note", "pyarrow is not installed", "pip install 'pyarrow'"),
+    "one queue for all streams": (
+        {"max_connections": "1"},
+        "warning",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 is refused by --encode-ahead",
+        "unset CUDA_DEVICE_MAX_CONNECTIONS",
+    ),
     "shared GPU": ({"devices": (replace(H200, used=70 * GIB),)}, "warning", "70.0 of 140 GiB", "nvidia-smi"),
     "throttled GPU": (
         {"rates": (Rate("matrix product, bf16", 300, 989, "TFLOP/s"),)},
@@ -256,6 +267,18 @@ def test_a_profile_tells_what_all_are_slow_at():
     ]
     assert "the profile h100 has 40 GB/s" in found[1].what
     assert world_problems(replace(ALIKE, speeds=speeds(3 * GB)), None) == []
+
+
+def test_a_collective_within_nodes_has_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives a new group 10 or 30 minutes, whatever the world has."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(survey.dist, "new_group", lambda ranks, **more: given.update(more))
+    monkeypatch.setattr(survey.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(survey.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(survey, "_all_reduce", lambda *given: 1.0)
+    check = survey.Check(Meeting(HashStore(), 0, 1), limit=7)
+    assert list(survey._links(check, [[0]], device("cpu"))) == [(WORLD, 1.0)]
+    assert given == {"timeout": timedelta(seconds=7)}
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
