@@ -221,6 +221,19 @@ def _split(value: Any, given: Given) -> float:
     return round(shares[1] / sum(shares), 6)
 
 
+def _warmup(value: Any, given: Given) -> Values:
+    """Return the warm-up of Transformers' schedules: steps before a share; `constant` has none."""
+    named = given.get("warmup-steps") or given.get("warmup-ratio")
+    length = 0.0 if given.get("lr-scheduler-type") == "constant" else float(named or 0)
+    return {f"optimizer.lr_warmup_{'fraction' if 0 < length < 1 else 'iters'}": length}
+
+
+def _area(value: Any, given: Given) -> int | None:
+    """Return the pixels to which LLaMA-Factory shrinks images; None for models that see images at a fixed size."""
+    sizes = r"qwen.*(vl|omni)|qwen3_[5-8]|glm.*(v|ocr)|paddleocr|videollama"
+    return 768 * 768 if re.search(sizes, str(given.get("template")).lower()) else None
+
+
 def _ffn(value: Any, given: Given) -> int:
     """Return Megatron-LM's default width of an MLP: four times the hidden size; with SwiGLU two thirds of that."""
     hidden = _number(given, "hidden-size")
@@ -298,6 +311,7 @@ def _if(key: str, has: str) -> Callable[[Any, Given], Any]:
 CONVERSIONS: Mapping[str, Callable[[Any, Given], Any]] = {
     "above_1": lambda value, given: value if value > 1 else None,
     "accumulation_to_16": lambda value, given: ceil(16 / samples_at_a_time(given)),
+    "area_of_llama_factory": _area,
     "batch": lambda value, given: _number(given, "train-batch-size", int(value) * samples_at_a_time(given)),
     "betas": _betas,
     "betas_of_adamw": _betas_of("adamw", "optimizer.adam_beta1"),
@@ -329,5 +343,5 @@ CONVERSIONS: Mapping[str, Callable[[Any, Given], Any]] = {
     "strategy": _strategy,
     "targets": _targets,
     "twice_the_rank": lambda value, given: 2 * _number(given, "lora-rank"),
-    "warmup": lambda value, given: {f"optimizer.lr_warmup_{'fraction' if 0 < value < 1 else 'iters'}": value},
+    "warmup": _warmup,
 }

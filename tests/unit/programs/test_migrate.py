@@ -94,6 +94,34 @@ def test_another_decay_of_wsd_is_said(text: str, there: str, tmp_path: Path, cap
     assert there in capsys.readouterr().out
 
 
+SEEN: dict[str, tuple[dict[str, Any], str, Any]] = {
+    # file → one of our options, which the file leaves out or its trainer reads otherwise
+    "images are shrunk": ({"template": "qwen2_vl", "dataset": "a.json"}, "data.max_pixels", 589_824),
+    "images of a fixed size": ({"template": "llava", "dataset": "a.json"}, "data.max_pixels", None),
+    "SimPO": ({"stage": "dpo", "pref_loss": "simpo"}, "model.objective.beta", 0.1),
+    "likelihood beside DPO": ({"stage": "dpo", "pref_ftx": 0.5}, "model.objective.rpo_alpha", 0.5),
+    "labels of DPO": ({"stage": "dpo", "dpo_label_smoothing": 0.1}, "model.objective.label_smoothing", 0.1),
+    "likelihood beside SimPO": ({"model": "m", "rlhf_type": "simpo"}, "model.objective.rpo_alpha", 1.0),
+    "margin of SimPO": ({"model": "m", "rlhf_type": "simpo"}, "model.objective.simpo_gamma", 1.0),
+    "Megatron-SWIFT": ({"model": "m", "global_batch_size": 4}, "optimizer.weight_decay", 0.1),
+    "steps before a share": ({"warmup_steps": 20, "warmup_ratio": 0.0}, "optimizer.lr_warmup_iters", 20),
+    "steps beside a share": ({"warmup_ratio": 0.1, "warmup_steps": 20}, "optimizer.lr_warmup_iters", 20),
+    "constant": ({"lr_scheduler_type": "constant", "warmup_ratio": 0.03}, "optimizer.lr_warmup_fraction", None),
+    "constant_with_warmup": (
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.03},
+        "optimizer.lr_warmup_fraction",
+        0.03,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_what_holds_there_holds_here(case: str, tmp_path: Path) -> None:
+    said, key, value = SEEN[case]
+    whole = said if "model" in said else {"model_name_or_path": "m", "stage": "sft", **said}
+    assert value_at(converted(tmp_path, json.dumps(whole)), KEYS[key].path) == value
+
+
 def test_a_file_that_is_not_named_is_not_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text('{"train_batch_size": 8}')
@@ -121,7 +149,7 @@ def test_a_script_is_not_executed(tmp_path, capsys):
     assert capsys.readouterr().out.count("only a shell knows it") == 1  # of the seed; the last --lr counts
 
 
-def test_words_of_a_script(tmp_path):
+def test_words_of_a_script(tmp_path, capsys):
     script = """
 N=${N:-4}  # machines
 ARGS=(--micro-batch-size 2 '--lr' "1e-3" --adam-beta1=${B:-.5} )  # (a list)
@@ -132,6 +160,8 @@ torchrun --nnodes=$N train.py ${ARGS[@]} --hidden-size 64 --train-iters $M $MORE
     config = converted(tmp_path, script, name="run.sh")
     assert (config.train.micro_batch_size, config.optimizer.lr, config.train.seed) == (2, 1e-3, 7)
     assert (config.model.language.num_layers, config.optimizer.adam_beta1, config.train.train_iters) == (4, 0.5, None)
+    learned = "position-embedding-type: learned_absolute\n      the language model has rotary positions"
+    assert learned in capsys.readouterr().out.partition("left out, with the defaults there")[2]
 
 
 BROKEN: dict[str, tuple[str, bytes, str]] = {
