@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import socket
@@ -145,14 +146,21 @@ def _launch_here(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
 
 
 def _agents_here(job: Job, *, port: int, exit_file: Path) -> tuple[Command, ...]:
-    """Return the torchrun command of each node, in the order of the nodes; all torchruns meet at `port`."""
+    """Return the torchrun command of each node, in the order of the nodes; all torchruns meet at `port`.
+
+    Nodes share the GPUs of CUDA_VISIBLE_DEVICES, by default all of this machine.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = map(str, range(job.world)) if visible is None else visible.split(",")
+    gpus = [each for each in every if each not in ("", "-1")]  # none: nodes of CPUs
+    if job.nodes > 1 and 0 < len(gpus) < job.world:
+        raise UserError(f"CUDA_VISIBLE_DEVICES={visible} has fewer than {job.world} GPUs: name more, or unset it")
     commands = []
     for node in range(job.nodes):
         command = agent(job, node, address="127.0.0.1", port=port)
         variables = {**command.environment, VARIABLE: str(exit_file)}
         if job.nodes > 1:
-            own = range(node * job.processes, (node + 1) * job.processes)
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own))
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[node * job.processes : (node + 1) * job.processes])
         commands.append(Command(command.words, variables))
     return tuple(commands)
 

@@ -207,6 +207,7 @@ def test_what_only_a_clone_has_is_named(argv: str, capsys: pytest.CaptureFixture
 
 def test_a_dry_run_prints_what_would_be_sent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     sent = "--nodes 2 --gpus-per-node 2 --dry-run"
     assert main(["slurm", *sent.split(), "--run-dir-is-shared", "--time=60", "--", "--tp", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -217,6 +218,11 @@ def test_a_dry_run_prints_what_would_be_sent(capsys: pytest.CaptureFixture[str],
     assert "CUDA_VISIBLE_DEVICES=0,1" in first
     assert "CUDA_VISIBLE_DEVICES=2,3" in second
     assert "--node-rank 1" in second
+    for visible, shown in (("4,5,6,7", "=6,7 "), ("", "='' "), ("4,5", None)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert main(["local", *sent.split(), "--", "--tp", "2"]) == (0 if shown else 2)
+        out, err = capsys.readouterr()
+        assert f"CUDA_VISIBLE_DEVICES{shown}" in out or "has fewer than 4 GPUs" in err
 
 
 def test_torchrun_leaves_its_ranks_the_grace_after_each_signal():
