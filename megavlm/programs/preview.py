@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 --tokens FILE has other tokens, 2 an argument or the data is wrong."""
     options, rest = _parser().parse_known_args(argv)
     if rest and not rest[0].startswith("-"):
-        is_data = Path(rest[0]).suffix in (".jsonl", ".parquet", ".csv", ".tsv", ".arrow", ".tar")
-        rest = ["--datasets" if is_data else "--config", *rest]
+        is_config = Path(rest[0].partition(",")[0]).suffix in (".yaml", ".yml")
+        rest = ["--config" if is_config else "--datasets", *rest]
     config = configured(rest, world=None)  # a preview does not depend on the layout
     if options.tokens is not None:
         return _tokens(config, options.tokens, most=options.samples)
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         description="Write an HTML page that shows the training data of a run.",
         epilog="All flags of a run are accepted as well. "
-        "A leading argument without -- is taken as --config, or as --datasets where it is a file of records.",
+        "A leading argument without -- is taken as --config where it is a YAML file, else as --datasets.",
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")

@@ -268,9 +268,11 @@ def test_the_tool(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert main(["--seq-length", "64"]) == 2
     assert main([str(tmp_path / "none.yaml")]) == 2
+    assert main([f"{tmp_path}/none.json,image_root={tmp_path}"]) == 2
     said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 2
+    assert len(said) == 3
     assert "--datasets" in said[0]
+    assert said[2].startswith("megavlm preview: --datasets")
 
 
 def test_frames_of_a_video_have_their_times() -> None:
