@@ -144,7 +144,7 @@ def _submit(described: Mapping[str, Any], options: argparse.Namespace, uploads: 
             "google-cloud-aiplatform is not installed here: pip install -e '.[vertex]'; --dry-run prints the job"
         ) from None
     for path, url in uploads.items():
-        storage.Blob.from_string(url, client=storage.Client()).upload_from_filename(path)
+        storage.Blob.from_string(url, client=storage.Client(options.project)).upload_from_filename(path)
     endpoint = {"api_endpoint": f"{options.region}-aiplatform.googleapis.com"}
     client = aiplatform_v1.JobServiceClient(client_options=endpoint)
     job = aiplatform_v1.CustomJob.from_json(json.dumps(described))

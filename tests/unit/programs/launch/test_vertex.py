@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -138,3 +141,14 @@ def test_a_dry_run_prints_all_that_would_be_sent(capsys: pytest.CaptureFixture[s
         "/gcs/bucket/out/run",
     ]
     assert {"name": "NCCL_FASTRAK_CTRL_DEV", "value": "eth0"} in first["containerSpec"]["env"]
+
+
+def test_a_file_is_uploaded_in_the_project_that_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Google's client refuses to begin where no project is given and the credentials have none."""
+    monkeypatch.chdir(ROOT)
+    clients = SimpleNamespace(aiplatform_v1=Mock(), storage=Mock())
+    monkeypatch.setitem(sys.modules, "google.cloud", clients)
+    (config := tmp_path / "run.yaml").write_text("train: {train_iters: 2}\n")
+    places = "--base-output-dir gs://bucket/out --staging-bucket gs://stage --skip-checks"
+    assert main([*COMMAND.split(), *places.split(), "--", "--config", str(config)]) == 0
+    clients.storage.Client.assert_called_once_with("my-project")
