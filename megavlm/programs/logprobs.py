@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.command_line.commands import Parser, count, progress, reported
-from megavlm.command_line.configuration import to_train
+from megavlm.command_line.configuration import to_train, with_model
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig
 from megavlm.errors import UserError
 from megavlm.files import check_folder, open_new, replace_file
@@ -78,8 +79,12 @@ def _write(given: argparse.Namespace, model: Path, data: Sequence[str], training
 def _run_words(folder: Path, data: DataConfig, records: Sequence[str], out: Path, training: Sequence[str]) -> list[str]:
     """Return the arguments of a training run with the model of a folder and the records as its validation data.
 
-    Only the projector is trained, so that no other part has gradients and optimizer states.
+    Only the projector is trained, so that no other part has gradients and optimizer states; of a language model alone,
+    adapters that change nothing.
     """
+    model = with_model(parse(["--init-from", str(folder)]), weights=False).model
+    sees = model.vision.num_layers or model.vision.encoder_free
+    frozen = ("--freeze", "vision", *["audio"] * (model.audio.num_layers > 0), "language")
     kept = [
         f"data.{each.name}={json.dumps(value)}"
         for each in fields(DataConfig)
@@ -87,7 +92,8 @@ def _run_words(folder: Path, data: DataConfig, records: Sequence[str], out: Path
     ]
     return [
         *("--init-from", str(folder), "--run-dir", str(out / "run"), "--datasets", *records, "--validation", *records),
-        *"--freeze vision language --train-iters 1 --no-save --no-tensorboard".split(),
+        *(frozen if sees else ("--lora-rank", "1")),
+        *"--train-iters 1 --no-save --no-tensorboard".split(),
         *(("--set", *kept) if kept else ()),
         *training,
     ]

@@ -14,16 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from megavlm.command_line.configuration import to_train
 from megavlm.config.schema import DataConfig, DatasetConfig, ModelConfig
 from megavlm.data.records import open_records
 from megavlm.data.types import Sample
 from megavlm.inference.model import TrainedModel
 from megavlm.parallel.groups import destroy_groups
 from megavlm.programs import logprobs
-from megavlm.programs.logprobs import _row, _write_rows
+from megavlm.programs.logprobs import _row, _run_words, _write_rows
 from megavlm.train.token_scores import scored_batches
+from tests.support import hf
 from tests.support.covering import slow
-from tests.support.data_files import sources_of, write_all, write_held_out, write_llava
+from tests.support.data_files import sources_of, write_all, write_held_out, write_llava, write_tokenizer
+from tests.support.tiny_models import tiny
 from tests.support.training import LEAN, assert_same_curve, metrics, started, train
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +104,24 @@ def test_scores_are_those_of_transformers(pools, tmp_path):
             np.testing.assert_allclose(row[name], theirs, rtol=0, atol=0 if exact else 1e-4, err_msg=name)
     with pytest.raises(AssertionError):
         pools(1).run(write, [*words, "--top-k", "2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("text-llama", "--lora-rank 1"),
+        ("llava", "--freeze vision language"),
+        ("omni", "--freeze vision audio language"),
+    ],
+)
+def test_little_is_trained_while_scores_are_computed(name: str, trained: str, tmp_path: Path) -> None:
+    folder = hf.save(tiny(name), tmp_path / "hf")
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "data.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
+    more = ["--tokenizer", str(tmp_path / "tokenizer")]
+    words = _run_words(folder, DataConfig(), [str(tmp_path / "data.jsonl")], tmp_path / "out", more)
+    assert trained in " ".join(words)
+    to_train(words, launched=1)  # it is not refused
 
 
 def scores(argv: Sequence[str], run_dir: str) -> dict[str, list[Any]]:
