@@ -7,6 +7,7 @@ https://cloud.google.com/vertex-ai/docs/training/configure-compute; docs/cluster
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import tomllib
@@ -102,7 +103,10 @@ def mounts_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _url(path: str, options: argparse.Namespace) -> str:
-    return f"{options.staging_bucket.rstrip('/')}/{options.name}/{Path(path).name}"
+    """Return where a file is put. Another job of this name, which may have another file, leaves it alone."""
+    content = Path(path).read_bytes() if Path(path).is_file() else b""
+    digest = hashlib.sha256(content).hexdigest()[:12]
+    return f"{options.staging_bucket.rstrip('/')}/{options.name}/{digest}/{Path(path).name}"
 
 
 def _staged(path: str, options: argparse.Namespace) -> str | None:

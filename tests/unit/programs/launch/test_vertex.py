@@ -129,18 +129,22 @@ def test_a_dry_run_prints_all_that_would_be_sent(capsys: pytest.CaptureFixture[s
     assert main([*COMMAND.split(), *places.split(), "--dry-run", "--", "--config", str(config)]) == 0
     sent = json.loads(capsys.readouterr().out)
     assert sent["parent"] == "projects/my-project/locations/us-central1"
-    assert sent["uploads"] == {str(config): "gs://stage/jobs/first/run.yaml"}
+    url = sent["uploads"][str(config)]
+    assert re.fullmatch("gs://stage/jobs/first/[0-9a-f]{12}/run.yaml", url)
     first, others = sent["customJob"]["jobSpec"]["workerPoolSpecs"]
     assert (first["replicaCount"], others["replicaCount"]) == ("1", "1")
     assert first["containerSpec"] == others["containerSpec"]
     flags = first["containerSpec"]["args"]
     assert flags[flags.index("--") + 1 :] == [
         "--config",
-        "/gcs/stage/jobs/first/run.yaml",
+        url.replace("gs://", "/gcs/"),
         "--run-dir",
         "/gcs/bucket/out/run",
     ]
     assert {"name": "NCCL_FASTRAK_CTRL_DEV", "value": "eth0"} in first["containerSpec"]["env"]
+    config.write_text("parallel: {tensor_model_parallel_size: 2}\n")  # of a second job, while the first one waits
+    assert main([*COMMAND.split(), *places.split(), "--dry-run", "--", "--config", str(config)]) == 0
+    assert json.loads(capsys.readouterr().out)["uploads"][str(config)] != url
 
 
 def test_a_file_is_uploaded_in_the_project_that_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
