@@ -72,8 +72,9 @@ def _digest_of(checkpoint: Path) -> str:
 
 
 def _digest_of_files(folder: Path) -> str:
-    """Return a hash of the names, sizes and times of a folder's weight files, without reading them."""
-    files = sorted([*folder.glob("**/*.safetensors"), *folder.glob("**/config.json")])
+    """Return a hash of the names, sizes and times of the files on which answers depend, without reading them."""
+    kinds = ("*.safetensors", "*config.json", "*token*", "chat_template*")
+    files = sorted({file for kind in kinds for file in folder.glob(f"**/{kind}")})
     listed = [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(listed).encode()).hexdigest()
 

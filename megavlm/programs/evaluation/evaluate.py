@@ -8,6 +8,7 @@ process per GPU: `torchrun --nproc-per-node 8 -m megavlm evaluate …`.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -90,7 +91,8 @@ def _evaluate(given: argparse.Namespace, world: World) -> None:
     settings = {
         "weights": found.digest,
         **{f"task {task.name}": task.digest for task in tasks},
-        **{name: getattr(given, name) for name in ("limit", "system", "chat_template", "dtype")},
+        **{name: getattr(given, name) for name in ("limit", "system", "dtype")},
+        "chat_template": _as_named(given.chat_template),
         **asdict(sampling),
     }
     try:
@@ -114,6 +116,13 @@ def _evaluate(given: argparse.Namespace, world: World) -> None:
         raise UserError(
             f"{folder.path} cannot be written ({error.strerror or error}): name a folder with --out"
         ) from error
+
+
+def _as_named(template: str | None) -> str | None:
+    """Return the name of a chat template, with a hash of its content if it is a file, which may change."""
+    if template is None or not Path(template).is_file():
+        return template
+    return f"{template} {hashlib.sha256(Path(template).read_bytes()).hexdigest()}"
 
 
 def _tasks(given: argparse.Namespace) -> list[Task]:

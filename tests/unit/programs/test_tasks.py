@@ -13,8 +13,10 @@ from PIL import Image
 
 from megavlm.data.types import ImageRef, VideoRef
 from megavlm.errors import UserError
+from megavlm.inference.folders import model_folder
 from megavlm.inputs.bad_sample import Reason
 from megavlm.programs.evaluation.answers import Answer, AnswerFolder, refuse_unreadable, remaining
+from megavlm.programs.evaluation.evaluate import _as_named
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import check_names, read_task, task_option
 from tests.support.hostile import reason_of
@@ -156,6 +158,22 @@ def test_answers_are_continued_after_a_line_was_cut_short(file: Path, tmp_path: 
     assert first.read()[task.name, 0].text == "\ud800\u2028cat\n"
     with pytest.raises(UserError, match="another weights"):
         first.claim({"weights": "y"})
+
+
+OF_ANSWERS = "model.safetensors chat_template.jinja tokenizer.json tokenizer.model preprocessor_config.json"
+
+
+@pytest.mark.parametrize("name", [*OF_ANSWERS.split(), "generation_config.json"])
+def test_answers_of_a_folder_that_was_changed_are_others(tmp_path: Path, name: str) -> None:
+    for file in ("config.json", name, "README.md"):
+        (tmp_path / file).write_text("{}")
+    before, named = model_folder(tmp_path).digest, _as_named(str(tmp_path / name))
+    (tmp_path / "README.md").write_text("{ }")
+    assert model_folder(tmp_path).digest == before
+    assert (_as_named(str(tmp_path / name)), _as_named("vicuna")) == (named, "vicuna")
+    (tmp_path / name).write_text("{ }")
+    assert model_folder(tmp_path).digest != before
+    assert _as_named(str(tmp_path / name)) != named
 
 
 def test_scores_and_the_page_of_failures(file: Path) -> None:
