@@ -139,7 +139,7 @@ def _replica(given: Given) -> int:
 
 def processes(given: Given) -> int:
     """Return the number of processes in the files; 0 if the files do not set it."""
-    machine = _number(given, "nproc-per-node", 0) * _number(given, "nnodes num-nodes")
+    machine = _number(given, "nproc-per-node num-gpus", 0) * _number(given, "nnodes num-nodes")
     return _number(given, "num-processes", machine)
 
 

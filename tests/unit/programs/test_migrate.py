@@ -96,8 +96,9 @@ def test_another_decay_of_wsd_is_said(text: str, there: str, tmp_path: Path, cap
 
 SEEN: dict[str, tuple[dict[str, Any], str, Any]] = {
     # file → one of our options, which the file leaves out or its trainer reads otherwise
-    "images are shrunk": ({"template": "qwen2_vl", "dataset": "a.json"}, "data.max_pixels", 589_824),
-    "images of a fixed size": ({"template": "llava", "dataset": "a.json"}, "data.max_pixels", None),
+    "images are shrunk": ({"template": "qwen2_vl"}, "data.max_pixels", 589_824),
+    "images of a fixed size": ({"template": "llava"}, "data.max_pixels", None),
+    "DeepSpeed's launcher": ({"num_gpus": 8, "gradient_accumulation_steps": 2}, "train.global_batch_size", 128),
     "SimPO": ({"stage": "dpo", "pref_loss": "simpo"}, "model.objective.beta", 0.1),
     "likelihood beside DPO": ({"stage": "dpo", "pref_ftx": 0.5}, "model.objective.rpo_alpha", 0.5),
     "labels of DPO": ({"stage": "dpo", "dpo_label_smoothing": 0.1}, "model.objective.label_smoothing", 0.1),
@@ -118,8 +119,9 @@ SEEN: dict[str, tuple[dict[str, Any], str, Any]] = {
 @pytest.mark.parametrize("case", SEEN)
 def test_what_holds_there_holds_here(case: str, tmp_path: Path) -> None:
     said, key, value = SEEN[case]
-    whole = said if "model" in said else {"model_name_or_path": "m", "stage": "sft", **said}
-    assert value_at(converted(tmp_path, json.dumps(whole)), KEYS[key].path) == value
+    trainer = {} if "model" in said else {"model_name_or_path": "m", "stage": "sft"}
+    config = converted(tmp_path, json.dumps({"dataset": "a.json", **trainer, **said}))
+    assert value_at(config, KEYS[key].path) == value
 
 
 def test_a_file_that_is_not_named_is_not_replaced(tmp_path, monkeypatch, capsys):
@@ -175,6 +177,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "binary": ("a.sh", b"\xff\xfe\x00", "cannot be read"),
     "large": ("a.json", b" " * 2**20, "cannot be read"),
     "no option": ("a.sh", b"echo 'hello", "has no options"),
+    "of Transformers alone": ("a.sh", b"train.py --model_name_or_path m --learning_rate 2e-5", "say it with --from"),
     "nobody's": ("a.yaml", b"colour: blue", "say it with --from"),
     "grows": ("a.sh", b"A=%b\nB='%b'\nrun --x $B" % (b"a" * 5000, b"$A " * 5000), "is too large for a script"),
     "refused": ("a.json", b'{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}', "nothing is written"),
