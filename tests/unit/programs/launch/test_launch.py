@@ -275,19 +275,20 @@ NASTY = (
 )  # fmt: skip
 
 
-def received(script: str, folder: Path, **environment: str) -> list[list[str]]:
-    """Run a script by bash, in which `python` writes down its words; return those of each call."""
+def path_of(folder: Path, **programs: str) -> str:
+    """Return a PATH on which these programs come first, and `srun` starts one task here."""
     bin_ = folder / "bin"
     bin_.mkdir(exist_ok=True)
-    programs = {
-        "python": f"printf '%s\\0' \"$@\" >>{folder}/got; printf '\\0END\\0' >>{folder}/got",
-        "srun": 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"',
-        "scontrol": "echo host",
-    }
-    for name, body in programs.items():
+    for name, body in {**programs, "srun": 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"'}.items():
         (bin_ / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (bin_ / name).chmod(0o755)
-    path = f"{bin_}:{os.environ['PATH']}"
+    return f"{bin_}:{os.environ['PATH']}"
+
+
+def received(script: str, folder: Path, **environment: str) -> list[list[str]]:
+    """Run a script by bash, in which `python` writes down its words; return those of each call."""
+    noting = f"printf '%s\\0' \"$@\" >>{folder}/got; printf '\\0END\\0' >>{folder}/got"
+    path = path_of(folder, python=noting, scontrol="echo host")
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
@@ -301,6 +302,19 @@ def received(script: str, folder: Path, **environment: str) -> list[list[str]]:
     calls = got.read_bytes().split(b"\0\0END\0") if got.exists() else []
     got.unlink(missing_ok=True)
     return [os.fsdecode(call).split("\0") for call in calls[:-1]]
+
+
+@pytest.mark.parametrize(("before", "after"), [("(null)", "fake2"), ("fake7,fake[8-9]", "fake7,fake[8-9],fake2")])
+def test_nodes_that_were_excluded_stay_out(before: str, after: str, tmp_path: Path) -> None:
+    path = path_of(
+        tmp_path,
+        python='case "$3" in begin) echo file ;; end) echo again fake2 ;; esac',
+        scontrol=f'echo "$*" >>{tmp_path}/asked; echo "JobId=1 ReqNodeList=(null) ExcNodeList={before} NumNodes=1"',
+    )
+    job = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "host", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", f"{ROOT}/launch/slurm.sbatch"], env={**job, "PATH": path}, check=False)
+    assert done.returncode == 75
+    assert (tmp_path / "asked").read_text().splitlines()[-1] == f"update JobId=1 ExcNodeList={after}"
 
 
 def by_torchrun(words: list[str]) -> list[str]:
