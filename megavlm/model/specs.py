@@ -5,6 +5,7 @@ Legend of the layers these build: hidden states are [S, B, H]; packed vision seq
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -321,7 +322,10 @@ def _layer(
     layer_config: TransformerConfig, submodules: TransformerLayerSubmodules, groups: Groups, number: int, kind: Any
 ) -> TransformerLayer:
     # The layer's config says pipeline size 1 and its number is global: megatron-core would add stage offsets itself.
-    return kind(layer_config, submodules, layer_number=number + 1, pg_collection=groups.collection)
+    layer = kind(layer_config, submodules, layer_number=number + 1, pg_collection=groups.collection)
+    # Branches are added in this context. megatron-core's, `torch.enable_grad`, keeps graphs of norms in evaluations.
+    layer.bias_dropout_add_exec_handler = nullcontext
+    return layer
 
 
 def layer_submodules(

@@ -13,6 +13,7 @@ from typing import Any
 
 import megatron.core.utils
 import pytest
+import torch
 from packaging.version import Version
 
 from megavlm.arch.layers import layer_names
@@ -179,6 +180,18 @@ def test_attention_enters_a_random_state_for_dropout_alone(dropout: float, singl
     layer = build(config, single).parts["language.layers.0"]
     enters = layer.self_attention.core_attention.attention_dropout_ctx is not nullcontext
     assert enters == bool(dropout)
+
+
+@pytest.mark.parametrize("name", ["rich", "outputs"])
+def test_layers_keep_no_graph_in_evaluations(name: str, single: Single) -> None:
+    """megatron-core adds branches with gradients enabled, which would keep what norms of all layers have read."""
+    chunk, kept = build(CONFIGS[name], single).eval(), []
+    for _, layer in chunk.transformer_layers:
+        layer.register_forward_hook(lambda module, given, output: kept.append(output[0].requires_grad))
+    source, samples = samples_of(CONFIGS[name], (40,))
+    with torch.no_grad():
+        chunk(collate([samples], CollateSpec.of(CONFIGS[name], source, seq_length=40)))
+    assert kept == [False] * 4
 
 
 def test_weights_go_from_one_to_the_other_without_pickles(single: Single, engine: Any) -> None:
