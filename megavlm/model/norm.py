@@ -161,5 +161,7 @@ class ParallelLayer(TransformerLayer):
     def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
         normed = self.input_layernorm(hidden_states)
         attended = self.self_attention(normed, **given)
-        hidden = self.self_attn_bda(self.training, False)(attended, hidden_states, self.hidden_dropout)
-        return self.mlp_bda(self.training, False)(self.mlp(normed), hidden, self.hidden_dropout), None
+        expanded = self.mlp(normed)
+        with self.bias_dropout_add_exec_handler():
+            hidden = self.self_attn_bda(self.training, False)(attended, hidden_states, self.hidden_dropout)
+            return self.mlp_bda(self.training, False)(expanded, hidden, self.hidden_dropout), None

@@ -5,7 +5,7 @@ Legend of the layers these build: hidden states are [S, B, H]; packed vision seq
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -324,8 +325,14 @@ def _layer(
     # The layer's config says pipeline size 1 and its number is global: megatron-core would add stage offsets itself.
     layer = kind(layer_config, submodules, layer_number=number + 1, pg_collection=groups.collection)
     # Branches are added in this context. megatron-core's, `torch.enable_grad`, keeps graphs of norms in evaluations.
-    layer.bias_dropout_add_exec_handler = nullcontext
+    drops_apart = layer_config.sequence_parallel and layer_config.hidden_dropout > 0
+    layer.bias_dropout_add_exec_handler = _own_draws if drops_apart else nullcontext
     return layer
+
+
+def _own_draws() -> AbstractContextManager[Any]:
+    """Return the context in which each tensor-parallel rank draws its own numbers, for its part of the sequence."""
+    return get_cuda_rng_tracker().fork()
 
 
 def layer_submodules(

@@ -128,6 +128,7 @@ def _without_idle_generator(attention: type) -> type:
             self, *args: Any, attention_dropout: float, get_rng_state_tracker: Any = None, **kwargs: Any
         ) -> None:
             tracker = get_rng_state_tracker if attention_dropout else None
+            kwargs["sequence_parallel"] = False  # else it relies on a block of layers that enters the state
             super().__init__(*args, attention_dropout=attention_dropout, get_rng_state_tracker=tracker, **kwargs)
 
     return TEAttention

@@ -7,14 +7,18 @@ by about 1e-7; AdamW's normalised updates carry such differences along without a
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.nn.functional as F
+from torch import Tensor
 
-from tests.support.covering import covering, pairs, short_and_long
+from tests.support.covering import covering, fast_and_slow, pairs, short_and_long
 from tests.support.flags import MODELS
 from tests.support.float64 import train_in_float64
 from tests.support.pool import Pools
-from tests.support.training import LEAN, LONG, SMALL, THREE, assert_same_curve, metrics, train
+from tests.support.training import LEAN, LONG, SMALL, THREE, assert_same_curve, metrics, started, train
 
 # Without a pipeline and replicas, larger micro-batches save collectives, on which these cases spend their time.
 LAYOUTS = {
@@ -192,6 +196,28 @@ def test_what_runs_again_draws_the_same_dropout(pools, tmp_path, flags, ways):
     for way in ways:
         pools(2).run(train, [*argv, *way.split()], str(tmp_path / way))
         assert_same_curve(metrics(tmp_path / way), metrics(tmp_path / ways[0]), tolerance=1e-6)
+
+
+def dropped(argv: list[str], run_dir: str) -> list[bytes]:
+    """Which values of residual branches this rank drops in a step."""
+    drop, found = F.dropout, []
+
+    def recorded(x: Tensor, **options: Any) -> Tensor:
+        out = drop(x, **options)
+        found.append((out == 0).numpy().tobytes())
+        return out
+
+    with started(argv, run_dir) as run, patch.object(F, "dropout", recorded):
+        run.engine.train_step(run.data_loader.next_step().batches)
+    return found
+
+
+@pytest.mark.parametrize("model", fast_and_slow(["cohere"], ["plain", "rich", "gemma3"]))
+def test_ranks_drop_alike_of_whole_sequences_and_apart_of_their_parts(pools, tmp_path, model):
+    argv = [*SMALL, "--no-save", *MODELS[model].split(), *"--hidden-dropout 0.2 --tp 2".split()]
+    for option, alike in (("--sequence-parallel", False), ("--no-sequence-parallel", True)):
+        one, other = pools(2).run(dropped, [*argv, option], str(tmp_path / option))
+        assert [mine == theirs for mine, theirs in zip(one, other, strict=True)] == [alike] * len(one) != []
 
 
 def test_bf16_follows_fp32(pools, one_process, tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 import megatron.core.utils
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnMaskType
 from packaging.version import Version
 
 from megavlm.arch.layers import layer_names
@@ -174,12 +175,15 @@ def test_experts_in_fp8_are_its_grouped_products(single: Single, engine: Any, mo
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_attention_enters_a_random_state_for_dropout_alone(dropout: float, single: Single, engine: Any) -> None:
-    config = replace(base(), model=replace(base().model, attention_dropout=dropout))
-    engine()
-    layer = build(config, single).parts["language.layers.0"]
-    enters = layer.self_attention.core_attention.attention_dropout_ctx is not nullcontext
-    assert enters == bool(dropout)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_attention_enters_a_random_state_for_dropout_alone(
+    dropout: float, sequence_parallel: bool, single: Single
+) -> None:
+    """Also with sequence parallelism, where Transformer Engine relies on megatron-core's block of layers for that."""
+    config = SimpleNamespace(attention_dropout=dropout, sequence_parallel=sequence_parallel)
+    groups = SimpleNamespace(tp=single.groups.tp, cp=single.groups.alone)
+    attention = te.flattened(TEDotProductAttention)(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    assert (attention.attention_dropout_ctx is not nullcontext) == bool(dropout)
 
 
 @pytest.mark.parametrize("name", ["rich", "outputs"])
