@@ -115,7 +115,7 @@ class Router(MegatronModule):
         counted = rows.counted[..., None]
         load = (chosen * counted).sum(0)  # [B, E]
         losses = torch.zeros(2, device=logits.device)
-        if self.weight.requires_grad and (self.experts.aux_loss_coeff or self.experts.z_loss_coeff):
+        if self.experts.aux_loss_coeff or self.experts.z_loss_coeff:
             row_losses = torch.stack([self._balance(logits, load, rows), _z(logits, rows)])
             losses = (row_losses * rows.terms).sum(-1)
             coefficients = losses.new_tensor([self.experts.aux_loss_coeff, self.experts.z_loss_coeff])

@@ -39,7 +39,7 @@ MODELS = {
     "biases": "--num-experts 4 --set model.experts.add_bias=true model.language.activation=clamped_swiglu",
     "pre-softmax": "--num-experts 4 --set model.experts.router_topk=1 model.experts.router_pre_softmax=true "
     "--moe-z-loss-coeff 0.01",
-    "frozen-language": f"{SOFTMAX.replace('--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01', '')} --freeze language",
+    "frozen-language": f"{SOFTMAX} --freeze language",
     "frozen-vision": f"{SIGMOID} --freeze vision projector --set model.language.tie_embeddings=true",
     "one-image-rank": f"{SOFTMAX} --set data.imageless_samples=[1,2,3] --images-per-sample 1",
 }

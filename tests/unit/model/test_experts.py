@@ -146,29 +146,31 @@ def test_scores_are_computed_in_fp32_whatever_weights_and_tokens_are_in():
     torch.testing.assert_close(weights, expected.float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_the_balance_losses_are_those_of_the_definition(kind):
-    """Gradients of weight and input, and what is reported, by loops over rows, tokens and experts."""
+@pytest.mark.parametrize(("kind", "trained"), [("softmax", True), ("sigmoid", True), ("softmax", False)])
+def test_the_balance_losses_are_those_of_the_definition(kind, trained):
+    """Gradients of weight, unless frozen, and input, and what is reported, by loops over rows, tokens and experts."""
     aux, z, k = 0.3, 0.2, 2
     router, hidden = router_of(aux_loss_coeff=aux, z_loss_coeff=z, router_score_function=kind), hidden_states()
+    router.weight.requires_grad_(trained)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     weights, chosen = router(hidden)
     weights.sum().backward()  # a constant but for the balance losses: the weights of a token sum to 1
-    ours, router.weight.grad, of_input = router.weight.grad.clone(), None, hidden.grad.clone()
-    hidden.grad = None
+    ours, of_input = router.weight.grad, hidden.grad
+    router.weight.grad = hidden.grad = None
 
     choice = chosen.view(LENGTH, ROWS, ROUTED)
     total, balances, zs = torch.zeros(()), 0.0, 0.0
-    for row, (count, trained) in enumerate(zip(TOKENS, TRAINED, strict=True)):
+    for row, (count, terms) in enumerate(zip(TOKENS, TRAINED, strict=True)):
         balance = torch.zeros(())
         for expert in range(ROUTED):
             taken = sum(int(choice[t, row, expert]) for t in range(count))
             score = sum(scores_of(router, hidden[t, row], kind=kind)[expert] for t in range(count))
             balance = balance + ROUTED / (k * count) * taken * score / count
         logs = sum((router.weight @ hidden[t, row]).logsumexp(0) ** 2 for t in range(count)) / count
-        total = total + trained * (aux * balance + z * logs)
-        balances, zs = balances + trained * balance.item(), zs + trained * logs.item()
+        total = total + terms * (aux * balance + z * logs)
+        balances, zs = balances + terms * balance.item(), zs + terms * logs.item()
     total.backward()
+    assert (ours is None) == (not trained)
     torch.testing.assert_close(ours, router.weight.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(of_input, hidden.grad, rtol=1e-4, atol=1e-5)
     load = [sum(int(choice[t, row, e]) for row in range(ROWS) for t in range(TOKENS[row])) for e in range(ROUTED)]
