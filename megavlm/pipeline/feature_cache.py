@@ -27,11 +27,14 @@ _KEPT_AFTER_CLEANING = 0.9  # fraction of the size limit: evicting more than nee
 class FeatureCache:
     """Maps hashes of images to features [F, N, H]; keeps at most `size` bytes on disk."""
 
-    def __init__(self, folder: Path, *, size: int, encoder: bytes) -> None:
-        """Open or create a folder; `encoder` is the `encoder_hash`. Raises UserError if the folder is not writable."""
+    def __init__(self, folder: Path, *, size: int, encoder: bytes, writers: int = 1) -> None:
+        """Open or create a folder; `encoder` is the `encoder_hash`, and `writers` the number of processes of this run
+        that store features. Raises UserError if the folder is not writable.
+        """
         self._folder = folder
         self._size = size
         self._encoder = encoder
+        self._writers = writers
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._bytes = sum(size for _, size, _ in _files(folder))
@@ -72,7 +75,7 @@ class FeatureCache:
             replace_file(path, data)
         except OSError:
             return
-        self._bytes += len(data)
+        self._bytes += len(data) * self._writers  # the others write as much, at a guess
         if self._bytes > self._size:
             self._clean()
 
@@ -80,9 +83,11 @@ class FeatureCache:
         return self._folder / key[:2] / f"{key}.safetensors"
 
     def _clean(self) -> None:
-        """Evict the least recently used files, including those of other runs."""
+        """Evict the least recently used files, including those of other runs, if all take more than the limit."""
         files = sorted(_files(self._folder), key=lambda file: file[2])
         self._bytes = sum(size for _, size, _ in files)
+        if self._bytes <= self._size:
+            return
         for path, size, _ in files:
             if self._bytes <= _KEPT_AFTER_CLEANING * self._size:
                 return

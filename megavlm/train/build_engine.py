@@ -164,7 +164,8 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
     weights = encoder_hash(chunk.named_parameters(), known)
     if groups.dims.tp > 1:  # all shards' hashes: another TP rounds differently and needs other entries
         weights = b"".join(of_all_ranks(weights, groups.tp))
-    return FeatureCache(Path(folder), size=int(config.placement.vision_cache_size * 2**30), encoder=weights)
+    size = int(config.placement.vision_cache_size * 2**30)
+    return FeatureCache(Path(folder), size=size, encoder=weights, writers=groups.dims.dp)
 
 
 def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimizer) -> None:

@@ -173,8 +173,8 @@ def test_ranks_of_an_encoder_send_equal_runs_of_its_rows(width, count):
             assert list(np.flatnonzero(sender == number * width + rank)) == list(run)
 
 
-def cache_in(folder: Path, *, size: int = 2**30, encoder: bytes = b"weights") -> FeatureCache:
-    return FeatureCache(folder, size=size, encoder=encoder)
+def cache_in(folder: Path, *, size: int = 2**30, encoder: bytes = b"weights", writers: int = 1) -> FeatureCache:
+    return FeatureCache(folder, size=size, encoder=encoder, writers=writers)
 
 
 def files(folder: Path) -> list[Path]:
@@ -227,14 +227,17 @@ def test_a_damaged_file_is_missed_and_deleted(tmp_path, damage):
     assert files(tmp_path) == []
 
 
-def test_stays_within_its_size_and_keeps_what_was_used_last(tmp_path):
-    cache = cache_in(tmp_path, size=10_000)
+@pytest.mark.parametrize("writers", [1, 3])
+def test_stays_within_its_size_and_keeps_what_was_used_last(tmp_path, writers):
+    caches = [cache_in(tmp_path, size=10_000, writers=writers) for _ in range(writers)]
     for number in range(20):
+        cache = caches[number % writers]
         cache.put(f"{number:04}", torch.zeros(1, 1, 256))  # a little over 1 KiB
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= 10_000
+        assert len(files(tmp_path)) >= min(number + 1, 7), "none is evicted before the limit"
         for age, path in enumerate(sorted(files(tmp_path), key=lambda path: path.name, reverse=True)):
             os.utime(path, (1e9 - age, 1e9 - age))
         cache.get("0000")
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= 10_000
     assert {"0000", "0019"} <= {path.stem for path in files(tmp_path)}
 
 
