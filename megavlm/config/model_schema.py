@@ -9,6 +9,7 @@ from typing import Literal
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.option import (
     BELOW_HALF,
+    EXPERTS,
     MODEL,
     Below1,
     Count,
@@ -234,4 +235,6 @@ class LoraConfig:
         "?; routed experts only by their name (experts).",
         needs=ADAPTERS,
     )
-    train_router: bool = key_only(False, "Train the routers of experts besides adapters; off: they are frozen.")
+    train_router: bool = key_only(
+        False, "Train the routers of experts besides adapters; off: they are frozen.", needs=(ADAPTERS, EXPERTS)
+    )
