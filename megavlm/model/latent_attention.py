@@ -89,6 +89,8 @@ class LatentAttention(TurnedHeads, MegatronAttention):
         else:
             self.linear_q_down_proj = WholeLinear(hidden, self.q_lora_rank, config, groups)
             self.q_layernorm = Norm(config, self.q_lora_rank, EPSILON, normalization="RMSNorm")
+            if not config.sequence_parallel:  # each rank has the whole gradient: megatron-core must not sum it
+                self.q_layernorm.weight.average_gradients_across_tp_domain = True
             self.linear_q_up_proj = up("linear_q_up_proj", self.q_lora_rank, config)
         self.linear_kv_down_proj = WholeLinear(hidden, rank + self.heads.turning, config, groups)
         self.kv_layernorm = Norm(config, rank, EPSILON, normalization="RMSNorm")

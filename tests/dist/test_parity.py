@@ -198,6 +198,23 @@ def test_what_runs_again_draws_the_same_dropout(pools, tmp_path, flags, ways):
         assert_same_curve(metrics(tmp_path / way), metrics(tmp_path / ways[0]), tolerance=1e-6)
 
 
+def gradients_of_whole_weights(argv: list[str], run_dir: str) -> dict[str, Tensor]:
+    """The gradients of a step of weights that each tensor-parallel rank has whole."""
+    with started(argv, run_dir) as run:
+        run.engine.schedule.train(run.data_loader.next_step().batches)
+        named = run.engine.chunks[0].named_parameters()
+        return {name: p.main_grad.clone() for name, p in named if not getattr(p, "tensor_model_parallel", False)}
+
+
+def test_norms_of_latent_queries_have_the_gradient_of_one_process(pools, tmp_path):
+    """Beside a tower with norms of queries, too. They are so small that no norm and no step of AdamW shows a factor."""
+    argv = [*SMALL, *MODELS["latents"].split(), *"--no-save --data-parallel-sharding none".split()]
+    argv += "--set model.vision.qk_norm=head".split()
+    (one,) = pools(1).run(gradients_of_whole_weights, argv, str(tmp_path / "one"))
+    two, _ = pools(2).run(gradients_of_whole_weights, [*argv, *"--tp 2 --no-sequence-parallel".split()], str(tmp_path))
+    assert {name for name in one if (two[name] - one[name]).abs().max() > 1e-4 * one[name].abs().max()} == set()
+
+
 def dropped(argv: list[str], run_dir: str) -> list[bytes]:
     """Which values of residual branches this rank drops in a step."""
     drop, found = F.dropout, []
