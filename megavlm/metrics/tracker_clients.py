@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from megavlm.backend.installed import without
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback, Generation, Samples, Start, StepEnd, Stop
-from megavlm.metrics.trackers import known_id, remember_id, settings_of, tagged
+from megavlm.metrics.trackers import continued_id, remember_id, settings_of, tagged
 
 _PUBLIC = "https://api.wandb.ai"
 
@@ -37,7 +37,7 @@ class WandbTracker(Callback):
         import wandb
 
         logging.getLogger().addFilter(_is_no_remark_on_sizes)
-        identity = known_id(start.run_dir, "wandb") or uuid.uuid4().hex[:16]
+        identity = continued_id(start, "wandb") or uuid.uuid4().hex[:16]
         remember_id(start.run_dir, "wandb", identity)
         mode: Any = None if "WANDB_MODE" in os.environ or _has_key() else "offline"
         self._run = wandb.init(
@@ -126,7 +126,7 @@ class MlflowTracker(Callback):
         logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)  # that it starts, stops, and finds no GPU
         mlflow.set_tracking_uri(uri)  # the monitor of system metrics knows no other
         self._client = client = mlflow.MlflowClient(uri)
-        known = known_id(start.run_dir, "mlflow")
+        known = continued_id(start, "mlflow")
         if known is not None:
             client.update_run(known, status="RUNNING")
             self._run = known

@@ -149,6 +149,13 @@ def known_id(run_dir: Path, tracker: str) -> str | None:
     return text if re.fullmatch(r"[\w-]{1,128}", text) else None
 
 
+def continued_id(start: Start, tracker: str) -> str | None:
+    """Return the id of the tracker's run that a resumed run continues; None for a run that begins anew, because the
+    tracker's run then has steps of another attempt, which metrics.jsonl drops.
+    """
+    return known_id(start.run_dir, tracker) if start.iteration else None
+
+
 def remember_id(run_dir: Path, tracker: str, identity: str) -> None:
     """Save the tracker's run id in RUN_DIR, so that a resumed run continues the same tracker run."""
     replace_file(run_dir / ID_FILE.format(tracker), identity + "\n")

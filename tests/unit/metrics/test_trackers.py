@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from megavlm.command_line.parsing import parse
+from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics import trackers
 from megavlm.metrics.callback import Generation, Samples, Start, StepEnd, Stop
 from megavlm.metrics.secrets import without_secrets
-from megavlm.metrics.trackers import check_installed, known_id, remember_id, settings_of
+from megavlm.metrics.trackers import check_installed, continued_id, known_id, remember_id, settings_of
 from tests.support.flags import resolved
 
 PICTURE = np.full((8, 8, 3), 120, dtype=np.uint8)
@@ -46,7 +47,8 @@ def train(run_dir: Path, tracker: str, *, first: int, last: int) -> str:
 def test_an_id_is_remembered_and_a_damaged_one_is_not_used(tmp_path: Path) -> None:
     assert known_id(tmp_path, "wandb") is None
     remember_id(tmp_path, "wandb", "abc-123")
-    assert known_id(tmp_path, "wandb") == "abc-123"
+    assert known_id(tmp_path, "wandb") == continued_id(Start(tmp_path, Config(), 3, 1, "CPU"), "wandb") == "abc-123"
+    assert continued_id(Start(tmp_path, Config(), 0, 1, "CPU"), "wandb") is None, "its steps are of another attempt"
     assert known_id(tmp_path, "mlflow") is None
     (tmp_path / "wandb-run-id.txt").write_text("../../etc\n")
     assert known_id(tmp_path, "wandb") is None
