@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-# Names of settings and environment variables whose values are secret. `image_token` is a number, and no secret.
+# Names of settings and environment variables whose values are secret. `image_token` is a number, and no secret; each
+# variable with such a name in capitals is one.
 _NAME = re.compile(
-    r"(?i)(?:password|passwd|secret|credentials?|api_?key|(?:access|private|account|secret)_?key"
-    r"|(?:auth|access|session|security|bearer|identity|hub|hf|sas)_?token|^token)$"
+    r"(?i)(?:password|passwd|secret|credentials?|api_?key|(?:access|private|account|secret|storage)_?key"
+    r"|(?:auth|access|session|security|bearer|identity|hub|hf|sas)_?token|^token|(?-i:[A-Z0-9]_TOKEN)"
+    r"|connection_?string)$"
 )
 _USER = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/@\s]+@")  # user:password@ in a URL
 _QUERY = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^?#\s]*)[?#][^\s,]+")  # signatures are in a URL's query

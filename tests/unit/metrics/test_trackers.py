@@ -116,6 +116,10 @@ def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
             {"password": "***", "image_token": 7, "hf_token": "***"},
         ),
         ({"a": [{"api_key": "x"}, 3]}, {"a": [{"api_key": "***"}, 3]}),
+        (
+            {"MLFLOW_TRACKING_TOKEN": "x", "DATABRICKS_TOKEN": "y"},
+            {"MLFLOW_TRACKING_TOKEN": "***", "DATABRICKS_TOKEN": "***"},
+        ),
         ("https://me:pw@host/data", "https://***@host/data"),
         ("s3://bucket/x.json?X-Amz-Signature=abc", "s3://bucket/x.json?***"),
         ("data/train.json,image_root=/images", "data/train.json,image_root=/images"),
