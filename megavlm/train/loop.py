@@ -164,15 +164,16 @@ def _record(
     counted = {each.name: int(getattr(counts, each.name)) for each in fields(Workload) if hasattr(counts, each.name)}
     trained = round(result.measures.get("answer_tokens", 1) * result.trained_tokens)
     work = Workload(**counted, trained_tokens=trained)
-    flops = step_flops(run.config, work)
-    tflops = flops / seconds / run.plan.dims.world / 1e12
+    left_out = math.isnan(result.loss) and not result.trained_tokens
+    done = 0.0 if left_out else 1 / seconds  # a batch that is left out takes no time: its rates would be any number
+    tflops = step_flops(run.config, work) * done / run.plan.dims.world / 1e12
     fp8 = run.config.precision.fp8 != "none"
     peak = peak_tflops(run.backend.name, "fp8" if fp8 else run.config.precision.dtype)
     memory = max(peak_memory(run.backend.device), run.watch.peak_memory)
     record: dict[str, Value] = {
         "iteration": iteration,
         "time": datetime.now(UTC).isoformat(timespec="microseconds"),  # at which the step ended
-        "loss": None if math.isnan(result.loss) and not result.trained_tokens else result.loss,  # left out
+        "loss": None if left_out else result.loss,
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "tokens": int(counts.tokens),
@@ -186,9 +187,9 @@ def _record(
         "updated": result.updated,
         "step_time_s": seconds,
         "data_time_s": data_time,
-        "tokens_per_second": int(counts.tokens) / seconds,
-        "images_per_second": counts.images / seconds,
-        "samples_per_second": counts.samples / seconds,
+        "tokens_per_second": int(counts.tokens) * done,
+        "images_per_second": counts.images * done,
+        "samples_per_second": counts.samples * done,
         "model_tflops_per_device": tflops,
         "mfu": None if peak is None else tflops / peak,  # as PaLM: recomputation is not counted
         "peak_memory_gib": memory / 2**30,  # of the fullest rank; the others' reports are seconds old

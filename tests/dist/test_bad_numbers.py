@@ -54,6 +54,7 @@ def test_a_bad_step_is_as_a_batch_left_out(pools: Pools, tmp_path: Path, world: 
     assert [record["skipped_steps"] for record in skipped] == [0, 0, 1, 1, 1]
     assert without_reasons(skipped) == without_reasons(left_out)
     assert left_out[2]["loss"] is None
+    assert left_out[2]["tokens_per_second"] == left_out[2]["model_tflops_per_device"] == 0, "it took no time"
     [event] = of_kind(tmp_path / "bad", "skip")
     assert event["iteration"] == 3
     assert event["module"] == (fault.name or "pixels")
