@@ -28,6 +28,7 @@ from megavlm.planner.step_time import (
 )
 from megavlm.rules import first
 from megavlm.rules.layout_rules import LAYOUT_RULES, WORLD_RULES
+from megavlm.rules.precision_rules import PRECISION_RULES
 
 GIB = 2**30
 _LARGE = 1 / 8  # of a device: a whole encoder that takes less of it is not what is in the way
@@ -218,7 +219,7 @@ class LayoutEvaluator:
 
     def _breaks_rule(self, candidate: Candidate) -> str | None:
         layout = candidate.applied(self.config)
-        broken = first(LAYOUT_RULES, layout) or self._mixes_stages(layout)
+        broken = first((*LAYOUT_RULES, *PRECISION_RULES), layout) or self._mixes_stages(layout)
         return broken or first(WORLD_RULES, layout, candidate.dims.world)
 
     def _mixes_stages(self, layout: Config) -> str | None:

@@ -19,6 +19,7 @@ from megavlm.errors import UserError
 from megavlm.planner.candidates import Candidate, Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator, Rejected
 from megavlm.planner.hardware import Hardware, for_precision
+from megavlm.rules.check import idle, without_idle
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class SearchResult:
     evaluator: LayoutEvaluator  # with the device that was assumed
 
     def config(self, config: Config) -> Config:
-        """Return the configuration with the best layout."""
+        """Return the configuration with the best layout; options that have no effect in it are at their defaults."""
         first = self.best[0]
-        return first.candidate.applied(config, first.partition.cuts)
+        found = first.candidate.applied(config, first.partition.cuts)
+        return without_idle(found, {option.path for option, _ in idle(config)})
 
 
 def check_images(config: Config) -> None:
@@ -73,6 +75,8 @@ def search_with(evaluator: LayoutEvaluator, world: int, *, space: Space, top: in
     config = evaluator.config
     if not has_vision(config.model) and "stages" in space.placement:
         space = replace(space, placement=("stages",))
+    elif "colocated" in space.placement and (config.placement.vision_cache or config.placement.encode_ahead):
+        space = replace(space, placement=("colocated",))  # what these options ask for
     if config.parallel.schedule is not None:
         space = replace(space, schedule=(config.parallel.schedule,))
     rejected: list[Rejected] = []

@@ -13,7 +13,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megavlm.backend.installed import loading_error
-from megavlm.config.derived import shards_gradients
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.precision.capability import Device, choose_implementation
@@ -80,19 +79,13 @@ def _check_linear_attention(device: Device) -> None:
 
 
 def check_te_fp8(config: Config) -> None:
-    """Raise UserError if this device lacks the FP8 recipe, or if the recipe is untested with sharded parameters."""
-    recipe, sharding = config.precision.fp8_recipe, config.parallel.data_parallel_sharding
+    """Raise UserError if this device lacks the FP8 recipe."""
+    recipe = config.precision.fp8_recipe
     fp8: Any = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
     can, why_not = getattr(fp8, _ASKED.get(recipe, "is_fp8_available"))()
     if not can:
         instead = "--fp8-recipe tensorwise, or --fp8 none" if recipe in _ASKED else "--fp8 none"
         raise UserError(f"--fp8-recipe {recipe} cannot run on {device_at_hand().name} ({why_not}): use {instead}")
-    # Transformer Engine's tests of `fully_shard` cover the other recipes.
-    if shards_gradients(config) and recipe == "blockwise":
-        raise UserError(
-            f"--fp8-recipe blockwise is not known to work with --data-parallel-sharding {sharding}: use --fp8-recipe "
-            "tensorwise, or --data-parallel-sharding optimizer"
-        )
 
 
 def _version_of(package: str) -> Version | None:

@@ -69,7 +69,8 @@ def _reaches_all(split: Split, ranks: int) -> bool:
 
 def colocated_encoder(config: Config) -> Iterator[str]:
     """Check that --vision-tp divides a replica, and that features computed ahead or cached do not depend on the time of
-    computation: the encoder must be frozen and without dropout.
+    computation: the encoder must be frozen and without dropout. fp16 excludes a trained encoder: its own optimizer
+    would detect overflow independently.
     """
     model, placement, ranks = config.model, config.placement, replica_size(config)
     shared = config.parallel.vision_tensor_model_parallel_size
@@ -84,11 +85,20 @@ def colocated_encoder(config: Config) -> Iterator[str]:
             f"--encode-ahead runs the encoder concurrently with other communication, but with --vision-tp "
             f"{shared} the encoder communicates itself: leave one of them out"
         )
+    if config.precision.dtype == "fp16" and placement.encoder == "colocated" and not _freezes_encoder(config):
+        yield (
+            "--precision fp16 does not train an encoder with --placement colocated: use --precision bf16, or "
+            "--placement stages"
+        )
     for option, given in (("--encode-ahead", placement.encode_ahead), ("--vision-cache", placement.vision_cache)):
-        if given and not {"vision", "projector"} <= {*frozen_parts(config)}:
+        if given and not _freezes_encoder(config):
             yield f"{option} needs a frozen encoder: add --freeze vision projector, or leave it out"
         if given and (model.hidden_dropout or model.attention_dropout):
             yield f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"
+
+
+def _freezes_encoder(config: Config) -> bool:
+    return {"vision", "projector"} <= {*frozen_parts(config)}
 
 
 def offload(config: Config) -> Iterator[str]:

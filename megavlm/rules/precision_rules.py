@@ -11,6 +11,7 @@ from megavlm.config.derived import (
     fp8_multiple,
     layers_that_run,
     sequence_multiple,
+    shards_gradients,
     unwindowed,
     windowed,
 )
@@ -47,6 +48,13 @@ def fp8(config: Config) -> Iterator[str]:
             )
     if "vision" in precision.fp8_parts and config.placement.encoder == "colocated":
         yield "--fp8-parts vision cannot be combined with --placement colocated: use --fp8-parts language"
+    # Transformer Engine's tests of `fully_shard` cover the other recipes.
+    if precision.fp8_recipe == "blockwise" and shards_gradients(config):
+        yield (
+            "--fp8-recipe blockwise is not known to work with --data-parallel-sharding "
+            f"{config.parallel.data_parallel_sharding}: use --fp8-recipe tensorwise, or --data-parallel-sharding "
+            "optimizer"
+        )
 
 
 def fp8_weights_are_gathered(config: Config) -> Iterator[str]:
@@ -107,6 +115,8 @@ def fp8_fits_the_widths(config: Config) -> Iterator[str]:
 
 def fp8_fits_the_heads(config: Config) -> Iterator[str]:
     """Check that the widths of attention projections on one rank are multiples that FP8 products support."""
+    if config.precision.fp8 == "none":  # a search asks this of each layout
+        return
     precision, model, tp = config.precision, resolve_model(config.model), config.parallel.tensor_model_parallel_size
     step = fp8_multiple(precision.fp8_recipe)
     seen = windowed(model.language), unwindowed(model.language)

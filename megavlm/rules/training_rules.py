@@ -122,9 +122,7 @@ def preferences(config: Config) -> Iterator[str]:
 
 
 def update_rule(config: Config) -> Iterator[str]:
-    """Check that the update rule has parameters to train. fp16 excludes a trained colocated encoder: its own optimizer
-    would detect overflow independently.
-    """
+    """Check that the update rule has parameters to train."""
     optimizer, rule = config.optimizer, config.optimizer.rule
     if rule.others is not None and not (trained_whole(config) or config.lora.train_router):
         yield (
@@ -135,12 +133,6 @@ def update_rule(config: Config) -> Iterator[str]:
         yield (
             f"--offload optimizer=nvme:DIR keeps the state of elementwise updates, and --optimizer {rule.name} updates "
             f"whole matrices: use --offload optimizer, or --optimizer {_ELEMENTWISE}"
-        )
-    frozen = {"vision", "projector"} <= {*frozen_parts(config)}
-    if config.precision.dtype == "fp16" and config.placement.encoder == "colocated" and not frozen:
-        yield (
-            "--precision fp16 does not train an encoder with --placement colocated: use --precision bf16, or "
-            "--placement stages"
         )
     if optimizer.qk_clip and not clipped_parts(config):
         yield (

@@ -39,7 +39,7 @@ from megavlm.resilience.phases import PARTS
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve
 from megavlm.rules.load import from_dict, to_yaml
-from tests.support.small_run import SMALL
+from tests.support.small_run import SMALL, SMALL_FLAGS
 
 
 def test_finds_what_judging_every_layout_finds() -> None:
@@ -85,6 +85,29 @@ def test_the_best_layout_is_a_configuration_that_can_run() -> None:
     table = text.splitlines()[1 : text.splitlines().index("")]
     degrees = [(line.partition(" mbs ")[0], "colocated" in line) for line in table if " mbs " in line]
     assert len(degrees) == len(set(degrees)) < len(outcome.best), "one line for layouts that differ in their rest alone"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp8 hybrid --fp8-parts vision",
+        "--fp8 hybrid --fp8-recipe blockwise",
+        "--fp8 hybrid --fp8-param-gather",
+        "--fp8 hybrid --fp8-recipe mxfp8 --set model.language.ffn_hidden_size=1568",
+        "--precision fp16",
+        "--cp 2 --cp-comm-type a2a",
+        "--placement colocated --freeze vision projector --vision-cache features",
+    ],
+)
+def test_what_options_exclude_is_not_proposed(flags: str) -> None:
+    config = resolve(parse([*SMALL_FLAGS.split(), *flags.split()]))
+    space = Space(tp=(1, 2), pp=(1,), vpp=(1,), micro_batch=(1,), recompute=("none",), cp=(1,), offload=())
+    outcome = search(config, 4, PROFILES["h100"], space=space, top=100)
+    assert outcome.best
+    for each in outcome.best:
+        check(replace(outcome, best=(each,)).config(config), world=4)
+    if config.placement.vision_cache:
+        assert {each.candidate.placement for each in outcome.best} == {"colocated"}
 
 
 def test_an_audio_encoder_is_planned_in_stages_alone() -> None:

@@ -129,16 +129,6 @@ def test_linear_attention_on_a_gpu_is_refused_without_kernels_that_train(monkeyp
     check_device(hybrid)
 
 
-@pytest.mark.parametrize("sharding", ["optimizer_gradients", "full"])
-def test_what_is_known_to_work_with_sharded_weights(fp8_of_ada: None, sharding: str) -> None:
-    manager: Any = sys.modules["transformer_engine.pytorch.fp8"]
-    manager.FP8GlobalStateManager.is_fp8_block_scaling_available = lambda: (True, "")
-    check_te_fp8(parse(f"{FP8} --fp8-recipe tensorwise --data-parallel-sharding {sharding}".split()))
-    check_te_fp8(parse(f"{FP8} --fp8-recipe blockwise".split()))
-    with pytest.raises(UserError, match=f"--data-parallel-sharding {sharding}: use --fp8-recipe tensorwise, or"):
-        check_te_fp8(parse(f"{FP8} --fp8-recipe blockwise --data-parallel-sharding {sharding}".split()))
-
-
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
