@@ -125,6 +125,8 @@ def plan(options: argparse.Namespace) -> int:
         print(f"wrote {options.out}")
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(f"a step has {several(batch, 'sequence')} (--gbs) of {length:,} tokens, {batch * length:,} in all")
+    if config.model.language.vocab_size == VOCABULARY and config.data.kind != "synthetic":
+        print(f"a vocabulary of {VOCABULARY} tokens is assumed: set your tokenizer's, model.language.vocab_size")
     print(report(outcome, explain=options.explain))
     if outcome.best and machine is not None:
         print("", *costs(options, config, outcome.best[0], machine), sep="\n")
@@ -132,13 +134,17 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def to_train(config: Config, options: argparse.Namespace) -> Config:
-    """Return the configuration to write, with the number of GPUs.
+    """Return the configuration to write, with the number of GPUs and their type.
 
     Unless --config was given, options of synthetic samples, which stood for the user's data, have their defaults.
     """
     usual = DataConfig()
     data = replace(config.data, **{name: getattr(usual, name) for name in SYNTHETIC})
     config = replace(config, run=replace(config.run, world_size=options.gpus))
+    device = options.machine or options.gpu or "h100"  # a dry run and a launch ask whether it has the memory
+    if options.stage_gpus or Path(device).is_file():
+        device = config.placement.hardware
+    config = replace(config, placement=replace(config.placement, plan="manual", hardware=device))
     return config if options.config is not None else replace(config, data=data)
 
 
@@ -147,13 +153,13 @@ def configuration(options: argparse.Namespace) -> Config:
     batch = str(options.gpus * -(-LEAST_BATCH // options.gpus))
     begin = ["--config", options.config] if options.config else ["--run-dir", "runs/planned", "--gbs", batch]
     if options.model is not None:
-        begin += ["--precision", "bf16", "--seq-length", "4096"]
+        published_model(options.model)  # whose error names --model
+        begin += ["--published-model", options.model, "--precision", "bf16", "--seq-length", "4096"]
     elif options.hf is not None:
         begin += ["--init-from", options.hf]
+    if options.train_iters is not None:
+        begin += ["--train-iters", str(options.train_iters)]
     config = parse([*begin, *options.run])
-    if options.model is not None:
-        model = published_model(options.model)
-        config = replace(config, model=replace(model, freeze=config.model.freeze))
     try:
         config = with_model(config, weights=False)
     except UserError as error:
@@ -177,7 +183,7 @@ def _images(text: str, multiple: int) -> tuple[int, int]:
 
 _DETECTION = 90.0  # seconds from a failure to the end of the attempt
 # Options that are about the price of a machine and have no default.
-_COSTS = ("train_iters", "samples", "price_per_hour", "spot_price_per_hour", "preemptions_per_day")
+_COSTS = ("samples", "price_per_hour", "spot_price_per_hour", "preemptions_per_day")
 
 
 def add_cost_options(group: argparse._ArgumentGroup) -> None:
@@ -207,7 +213,7 @@ def machine_of(options: argparse.Namespace) -> Machine | None:
         hint = did_you_mean(options.machine, MACHINES) or f": choose one of {', '.join(MACHINES)}"
         raise UserError(f"--machine {plain(options.machine)} is not known{hint}")
     machines_for(options.gpus, machine)
-    for name in (*_COSTS, "restart_seconds", "stall_seconds"):
+    for name in (*_COSTS, "train_iters", "restart_seconds", "stall_seconds"):
         if (value := getattr(options, name)) is not None and not 0 <= value < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {value} must be a number from 0")
     return machine

@@ -205,14 +205,15 @@ NARROW = "--gpus 2 --placement stages --recompute none --top 3 --no-offload".spl
 
 def test_what_it_writes_trains_on_the_users_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = tmp_path / "best.yaml"
-    mine = ["--min-pixels", "3136", "--images", "2x448", "--out", str(best)]
-    assert plan.main(["--model", "qwen2_vl_2b", *NARROW, *mine]) == 0
+    mine = ["--min-pixels", "3136", "--images", "2x448", "--out", str(best), "--gpu", "h200", "--train-iters", "7"]
+    assert plan.main(["--model", "qwen2_vl_2b", *NARROW, *mine, "--set", "model.language.num_layers=4"]) == 0
     printed = capsys.readouterr().out
     assert "a step has 128 sequences (--gbs) of 4,096 tokens, 524,288 in all" in printed
     assert printed.index("wrote") < printed.index("layout"), "a reader that stops early has its files"
     config = parse(["--config", str(best), "--datasets", "mine.json"])
     check(config, world=2)
     assert (config.run.world_size, config.train.global_batch_size, resolve(config).data.kind) == (2, 128, "files")
+    assert (config.placement.hardware, config.train.train_iters, config.model.language.num_layers) == ("h200", 7, 4)
     assert config.data == replace(DataConfig(min_pixels=3136), datasets=config.data.datasets)
     assert config.optimizer.lr is None, "what the plan does not need is left to the run"
     assert plan.main(["--config", str(best), *NARROW, "--gbs", "6"]) == 0
