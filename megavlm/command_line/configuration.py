@@ -29,9 +29,12 @@ def configured(argv: Sequence[str], *, world: int | None) -> Config:
 
 def to_train(argv: Sequence[str], *, launched: int) -> tuple[Config, int]:
     """Return the configuration of a run, with its weights downloaded, and how many of the launched processes train. A
-    dry run downloads no weights, and is checked when it prints its plan. Raises UserError.
+    dry run downloads no weights, assumes --world-size processes if one was launched, and is checked when it prints its
+    plan. Raises UserError.
     """
     config = _sized(argv)
+    if config.run.dry_run and launched == 1:
+        launched = config.run.world_size or 1
     config, world = _laid_out(with_model(config, weights=not config.run.dry_run), launched)
     if not config.run.dry_run:
         check(config, world=world)

@@ -44,7 +44,7 @@ def dry_run(config: Config, *, world: int) -> None:
     """Print plan and memory estimate for at least as many processes as the layout needs. Raises UserError."""
     from megavlm.train.build_source import vocab_size_of
 
-    world = max(config.run.world_size or 1 if world == 1 else world, replica_size(config))
+    world = max(world, replica_size(config))
     check(config, world=world)
     requested, given = config, as_begun(config)
     config = resolve(given, vocab_size=vocab_size_of(given))

@@ -18,6 +18,7 @@ from megavlm.arch.kinds import model_parameters, saved_bytes
 from megavlm.arch.layers import layer_names
 from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import HOST_PIECE, Offloaded, Scenario, Sharding, encoder_scenario, scenario_of
+from megavlm.command_line.configuration import to_train
 from megavlm.command_line.parsing import parse
 from megavlm.config.optimizer_schema import newton_schulz_flops
 from megavlm.config.schema import AudioConfig, Config, DataConfig, ModelConfig, VisionConfig
@@ -187,6 +188,8 @@ def test_plan_auto_settles_on_a_layout() -> None:
     check(config, world=2)
     assert planned(config, 2) is config
     assert planned(auto, 2) == config
+    dry = f"{SMALL_FLAGS} --plan auto --hardware h100 --world-size 2 --dry-run".split()
+    assert to_train(dry, launched=1) == to_train(dry, launched=2)
 
 
 @pytest.mark.parametrize(
