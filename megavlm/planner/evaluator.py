@@ -13,7 +13,7 @@ from megavlm.arch.schedules import peak_in_flight, scenario_shape
 from megavlm.arch.workload import times, typical_images, typical_workload
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload
-from megavlm.planner.hardware import Hardware
+from megavlm.planner.hardware import Hardware, fp8_speed
 from megavlm.planner.host_memory import node_memory_error
 from megavlm.planner.layer_profiles import LayerMeasures, LayerProfiles
 from megavlm.planner.memory import batch_bytes, batches_at_once, communicator_bytes
@@ -71,6 +71,14 @@ class LayoutEvaluator:
         # Times and bytes of the layers that a candidate's pipeline holds.
         self.profiles: Callable[[Candidate], LayerProfiles] = lru_cache(maxsize=None)(self._find_profiles)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
+
+    @property
+    def peak(self) -> float | None:
+        """Return the device's peak FLOP/s by which a run counts its MFU; None if unknown, or in fp32."""
+        peak, precision = self.hardware.peak, self.config.precision
+        if peak is None or precision.dtype == "fp32":
+            return None
+        return peak * fp8_speed(self.hardware) if precision.fp8 != "none" else peak
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
         """Return why a candidate cannot run (a configuration rule's message or a lack of memory), or None if it can."""
@@ -169,7 +177,7 @@ class LayoutEvaluator:
             return None if partition < float("inf") else Rejected(candidate, self._no_free_memory())
         encoder = self.encoder(candidate)
         step = step_of(profiles, self.hardware, partition.cuts, encoder=encoder, with_memory=simulations > 1)
-        peaks = [stage.hardware.peak for stage in self.stages] or [self.hardware.peak]
+        peaks = [stage.peak for stage in self.stages] or [self.peak]
         known = [peak for peak in peaks if peak is not None]
         devices = candidate.dims.world / len(peaks)  # of each kind
         mfu = self.flops / step.seconds / devices / sum(known) if len(known) == len(peaks) else None

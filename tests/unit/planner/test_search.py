@@ -111,6 +111,15 @@ def test_what_options_exclude_is_not_proposed(flags: str) -> None:
         assert {each.candidate.placement for each in outcome.best} == {"colocated"}
 
 
+def test_mfu_is_of_the_peak_that_a_run_compares_with() -> None:
+    """docs/gpu.md: FP8 is compared with the FP8 peak, and fp32 has none."""
+    peaks = [
+        LayoutEvaluator(replace(SMALL, precision=replace(SMALL.precision, **changed)), PROFILES["h100"]).peak
+        for changed in ({}, {"fp8": "hybrid"}, {"dtype": "fp32"})
+    ]
+    assert peaks == [989e12, pytest.approx(1979e12), None]
+
+
 def test_an_audio_encoder_is_planned_in_stages_alone() -> None:
     model = replace(SMALL.model, audio=AudioConfig(num_layers=2), audio_token=9)
     judge = LayoutEvaluator(replace(SMALL, model=model), PROFILES["a100"])
