@@ -198,7 +198,7 @@ def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") ->
     The formulas follow what autograd saves in `model/`; a test counts the tensors that torch keeps. The bytes are 0
     if no gradient passes the layer.
     """
-    trained = scenario.trains(name)
+    trained = scenario.trains(name) or name in scenario.adapted
     if not trained and not scenario.gradient_reaches[scenario.names.index(name)]:
         return 0.0
     kind = kind_in(scenario.model, name)

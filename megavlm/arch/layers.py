@@ -171,6 +171,14 @@ def trained_layers(config: Config) -> frozenset[str]:
     )
 
 
+def keeps_inputs(name: str, config: Config) -> bool:
+    """Return whether the inputs of a layer's linear layers stay in memory for its adapters. The widest input decides,
+    that of the MLP's second layer; those of experts are not counted.
+    """
+    linears = linears_of(config, trained_part(name), number_of(name))
+    return any(is_target(config.lora, name, linear) for linear in linears if linear in ("fc2", "down_proj"))
+
+
 def _has_adapters(name: str, config: Config) -> bool:
     part = trained_part(name)
     if kind_of(name) not in TRANSFORMER_LAYERS or part in frozen_parts(config):

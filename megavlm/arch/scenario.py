@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import (
     keeps_fp8,
+    keeps_inputs,
     layer_names,
     trained_below,
     trained_layers,
@@ -55,6 +56,7 @@ class Scenario:
     code_group: int = 1  # neighbouring ranks that sum uncompressed gradients before codes are sent
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
+    adapted: frozenset[str] = frozenset()  # layers whose linear layers' inputs stay for adapters
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
     fp8_recipe: str = "tensorwise"  # how their operands are scaled
     offload: tuple[Offloaded, ...] = ()  # kinds of state in host memory
@@ -206,11 +208,13 @@ def scenario_of(
 def _layer_sets(config: Config, like: Scenario | None) -> dict[str, Any]:
     """Return the fields of a scenario that are sets of layers: no layout changes them."""
     if like is not None:
-        return {"own": like.own, "trained": like.trained, "fp8": like.fp8, "kept_in_fp8": like.kept_in_fp8}
-    names = layer_names(config.model)
+        return {name: getattr(like, name) for name in ("own", "trained", "adapted", "fp8", "kept_in_fp8")}
+    names, trained = layer_names(config.model), trained_layers(config)
+    own = frozenset(name for name in names if trains_weights(name, config))
     return {
-        "own": frozenset(name for name in names if trains_weights(name, config)),
-        "trained": trained_layers(config),
+        "own": own,
+        "trained": trained,
+        "adapted": frozenset(name for name in trained - own if keeps_inputs(name, config)),
         "fp8": frozenset(name for name in names if layer_precision(name, config) == "fp8"),
         "kept_in_fp8": frozenset(name for name in names if keeps_fp8(name, config)),
     }

@@ -257,6 +257,7 @@ def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
         kind_of(name) == LANGUAGE_LAYER and attends_in_window(language, number_of(name)),
         is_merged(name, vision),
         scenario.trains(name),
+        name in scenario.adapted,
         scenario.gradient_reaches[index],
         name in scenario.fp8,
     )

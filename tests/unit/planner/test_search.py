@@ -120,6 +120,17 @@ def test_mfu_is_of_the_peak_that_a_run_compares_with() -> None:
     assert peaks == [989e12, pytest.approx(1979e12), None]
 
 
+def test_adapters_keep_what_their_layers_read() -> None:
+    whole, frozen, adapted, queries = (
+        scenario_of(resolve(parse([*SMALL_FLAGS.split(), *flags.split()])), Dims(), on_gpu=True)
+        for flags in ("", "--freeze language", "--lora-rank 4", "--lora-rank 4 --lora-targets q_proj")
+    )
+    layer = "language.layers.1"
+    trained, least, *with_adapters = (saved_bytes(layer, each) for each in (whole, frozen, adapted, queries))
+    assert with_adapters == [trained, least]
+    assert least < trained
+
+
 def test_an_audio_encoder_is_planned_in_stages_alone() -> None:
     model = replace(SMALL.model, audio=AudioConfig(num_layers=2), audio_token=9)
     judge = LayoutEvaluator(replace(SMALL, model=model), PROFILES["a100"])
