@@ -9,7 +9,7 @@ import base64
 import binascii
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,11 @@ def video_of(value: Any, find: FindVideo, fps: Any = None) -> VideoRef:
         content = image_of(value, _image_by(find)) if not isinstance(value, str) else None
         found = VideoRef(content.source) if content is not None else _video_from_text(str(value), find)
     return found if rate is None or found.fps is not None else replace(found, fps=rate)
+
+
+def are_frames(values: Sequence[Any]) -> bool:
+    """Return whether values are names of pictures, as those of the frames of a video; a .gif may be a clip."""
+    return all(isinstance(each, str) and Path(each.lower()).suffix in {*_FRAMES} - {".gif"} for each in values)
 
 
 def _video_from_text(text: str, find: FindVideo) -> VideoRef:

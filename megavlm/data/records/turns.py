@@ -23,6 +23,7 @@ from megavlm.data.records.media import (
     VIDEO_PLACES,
     FindFile,
     FindVideo,
+    are_frames,
     image_of,
     no_videos,
     sound_of,
@@ -230,11 +231,14 @@ def _split(text: str, tags: Sequence[str]) -> Parts:
 
 
 def listed(record: Mapping[str, Any], *fields: str) -> list[Any]:
-    """Return the values of the first of `fields` that is not empty: a list, a list as JSON, or a single value."""
+    """Return the values of the first of `fields` that is not empty: a list, a list as JSON, or a single value.
+
+    A list of pictures in the field `video` is a single one.
+    """
     for field in fields:
         value = from_cell(record.get(field))
         if value is not None and value != []:
-            return list(value) if isinstance(value, list) else [value]
+            return list(value) if isinstance(value, list) and not (field == "video" and are_frames(value)) else [value]
     return []
 
 

@@ -292,6 +292,7 @@ def read(said: Any, **fields: Any) -> Conversation:
         ([{"type": "video_url", "video_url": {"url": "a.mp4"}, "fps": 3}], {}, (VideoRef(b"a.mp4", 3.0),)),
         ("<video>", {"video": "a.mp4", "fps": 0.5}, (VideoRef(b"a.mp4", 0.5),)),
         ("<video>", {"video": [["1.jpg", "2.jpg"]]}, (VideoRef((ImageRef(b"1.jpg"), ImageRef(b"2.jpg"))),)),
+        ("<video>", {"video": ["1.jpg", "2.jpg"]}, (VideoRef((ImageRef(b"1.jpg"), ImageRef(b"2.jpg"))),)),
         ("<video>", {"video": {"bytes": b"clip"}}, (VideoRef(b"clip"),)),
     ],
 )
