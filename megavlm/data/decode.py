@@ -38,7 +38,8 @@ _PIXELS_PER_BYTE = 8 * 64
 _LARGEST = 2**29  # bytes of an image file in a store
 _HEAD = 2**16  # bytes of an image file in a store that are fetched for its size
 TIFF, _OFFSETS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), (273, 324)  # the last two are BigTIFF; tags of offsets
-_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_JPEG, _SCAN, _END = b"\xff\xd8", b"\xda", b"\xd9"
+_MARKER = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # of a JPEG, but for those without a length among its pixels
 _MOST_SCANS = 100  # most scans of a JPEG; progressive JPEGs have about ten
 _PIECES, _PIECE = 2**16, 64  # most reads of a file: _PIECES, plus one per _PIECE bytes (PNGs need some per 8 KiB)
 _SLOW_VALUES = 2**23  # most values of an image that Pillow decodes in Python: run-length BMPs, some PPMs
@@ -225,10 +226,22 @@ def open_pixels(source: bytes | Path, max_pixels: int) -> Iterator[Image.Image]:
     """
     with open_image(source, max_pixels) as image:
         if image.format in ("JPEG", "MPO"):
-            scans = (source if isinstance(source, bytes) else source.read_bytes()).count(_SCAN)
+            scans = _scans(source if isinstance(source, bytes) else source.read_bytes())
             if scans > _MOST_SCANS:
                 raise BadSample(Reason.CORRUPT, f"the image has {scans} scans, more than {_MOST_SCANS}")
         yield image
+
+
+def _scans(content: bytes) -> int:
+    """Return the number of scans of a JPEG, behind which a clip may follow (photos of phones). Raises BadSample."""
+    scans, at = 0, len(_JPEG)
+    for _ in range(_PIECES):
+        found = _MARKER.search(content, at)
+        if found is None or found[1] == _END:
+            return scans
+        scans += found[1] == _SCAN
+        at = found.end() + int.from_bytes(content[found.end() : found.end() + 2])
+    raise BadSample(Reason.CORRUPT, "the image is in too many pieces: save it again")
 
 
 class _Clipped(BufferedReader):

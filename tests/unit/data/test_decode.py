@@ -191,6 +191,8 @@ def test_a_jpeg_of_very_many_scans_is_a_bad_sample():
     Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
     whole = buffer.getvalue()
     assert decode(whole).shape == (64, 64, 3)
+    assert decode(whole + b"\xff\xda" * 200).shape == (64, 64, 3), "a clip behind the picture, as of phones"
+    assert reason_of(decode, whole[:-2] + b"\xff\xfe\0\2" * 2**16 + whole[-2:]) is Reason.CORRUPT
     last = whole[whole.rindex(b"\xff\xda") : -2]
     many = whole[:-2] + last * (111 - whole.count(b"\xff\xda")) + whole[-2:]
     assert array_size(many, channels=3, max_pixels=MAX_PIXELS) == size_of(many) == (64, 64)
