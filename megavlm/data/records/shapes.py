@@ -144,6 +144,7 @@ _DOCUMENTS: dict[str, Role] = {  # the fields of a record of pairs other than th
     "negatives": "negative",
 }
 _HISTORY = ("input", "system", "history")
+_TURNS = ({"role", "content"}, {"from", "value"})
 # Fields of a preference: the rejected answer, or the rating of a single answer; the rated answer; the preceding turns.
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
 _RATINGS, _RATED = ("label", "kto_tag"), ("completion", "response", "output")
@@ -266,7 +267,7 @@ def _answered(record: Record, field: str, reader: Reader) -> Turns:
     """
     turns = _said(record[field], reader) if record.get(field) is not None else []
     if turns and turns[0][0] != "assistant":
-        return turns
+        return turns if turns[0][0] == "system" else [*system_turn(record, reader), *turns]
     name = next((name for name in _PROMPTS if record.get(name)), None)
     if name is None:
         raise BadSample(Reason.NOT_A_RECORD, f"it has no prompt: {', '.join(_PROMPTS)}, or turns in its answers")
@@ -284,10 +285,13 @@ def _said(answer: Any, reader: Reader) -> Turns:
 
 def _turns_in_cell(value: Any) -> list[Any]:
     """Return the turns in a value: a turn, a list of turns, or either as a table stores it; [] if it is anything else,
-    as an answer that is JSON.
+    as an answer that is JSON. In a text, all objects have all of a turn's fields.
     """
     found = unzipped(from_cell(value))
     turns = found if isinstance(found, list) else [found]
+    if isinstance(value, str):
+        whole = all(isinstance(each, Mapping) and any(fields <= each.keys() for fields in _TURNS) for each in turns)
+        return turns if whole else []
     return turns if any(map(is_turn, turns)) else []
 
 

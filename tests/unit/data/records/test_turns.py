@@ -130,6 +130,19 @@ def test_a_system_prompt_may_be_a_turn_or_a_field() -> None:
     assert record_of(as_turn, "llava", find).turns[0] == expected
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_answers_of_a_preference_may_be_json_and_follow_a_system_prompt(whole: bool) -> None:
+    answers = {
+        "chosen": '[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]',
+        "rejected": '[{"from": "left", "user": "none"}]',
+    }
+    turns = {name: [said("user", "Where?"), said("assistant", text)] for name, text in answers.items()}
+    record = {"system": "Be brief.", **(turns if whole else {"prompt": "Where?", **answers})}
+    expected = [[("Be brief.",), ("Where?",), (text,)] for text in answers.values()]
+    found = record_of(record, "preferences", find)
+    assert [[turn.parts for turn in one.turns] for one in found.conversations()] == expected
+
+
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking"])
 def test_thoughts_come_before_the_answer(field: str) -> None:
     answers = [{**said("assistant", text), field: "A greeting."} for text in ("Hello", None)]
