@@ -14,7 +14,8 @@ from megavlm.resilience.phases import COMPUTE, DATA, OPTIMIZER, OTHER
 
 # Seconds without progress that are no hang in phases that may take long, whatever --hang-timeout says.
 # A save copies; while it waits for the writer of the one before, it makes progress.
-PATIENCE = {phases.START: 86400.0, phases.VALIDATION: 1800.0, phases.SAVE: 300.0, phases.END: 600.0}
+PATIENCE = dict.fromkeys((phases.VALIDATION, phases.TRACE), 1800.0)
+PATIENCE |= {phases.START: 86400.0, phases.SAVE: 300.0, phases.END: 600.0}
 DOOMED = 0.9  # fraction of --distributed-timeout-minutes: soon torch will end a rank that waits, and name nobody
 FIRST_STEP = 1800.0  # kernels are compiled and chosen, and buffers are made
 LEAST = 60.0  # seconds: the default of --hang-timeout is never below

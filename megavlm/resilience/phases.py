@@ -31,6 +31,7 @@ OPTIMIZER = "optimizer"
 OTHER = "other"
 VALIDATION = "validation"
 SAVE = "save"
+TRACE = "trace"  # what a profiler has seen is written
 END = "end"
 
 

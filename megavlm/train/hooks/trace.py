@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megavlm.files import open_new, replace_file
 from megavlm.metrics.callback import Value
+from megavlm.resilience.phases import TRACE
 from megavlm.train.hooks.hook import RankHook, Step
 from megavlm.train.run import Run
 
@@ -57,6 +58,7 @@ class Trace(RankHook):
         """Stop and write an open trace; without one, do nothing."""
         if self._profiler is None:
             return
+        self._engine.schedule.phases.enter(TRACE)  # a million events take minutes
         profiler, self._profiler, self._traces = self._profiler, None, False
         profiler.__exit__(None, None, None)
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from megavlm.rules.defaults import resolve
 from megavlm.train import generate, loop, run_dir
 from megavlm.train.build_source import vocab_size_of
 from megavlm.train.calibration import TimedLayer, fit, predicted
-from megavlm.train.hooks import step_guard
+from megavlm.train.hooks import step_guard, trace
 from megavlm.train.hooks.device_checks import checksum, minority
 from megavlm.train.hooks.hook import RankHook
 from megavlm.train.hooks.step_guard import DataPlace, standing_out
@@ -220,6 +220,26 @@ def test_a_load_in_a_rewind_may_take_as_long_as_one_at_a_start(tmp_path: Path, m
     )  # fmt: skip
     step_guard.StepGuard(run)._rewind(6)
     assert [PATIENCE[phase] for phase in seen] == [86400.0]
+    assert phases.now.phase == OTHER
+
+
+def test_a_profiler_may_write_for_longer_than_a_step(tmp_path: Path, monkeypatch: Any) -> None:
+    phases = Phases()
+    phases.begin_step(12)
+    seen: list[str] = []
+    averages = type("Averages", (list,), {"table": lambda self, **_: seen.append(phases.now.phase) or ""})
+    profiler = SimpleNamespace(
+        __exit__=lambda *_: None, export_chrome_trace=lambda _: seen.append(phases.now.phase), key_averages=averages
+    )
+    monkeypatch.setattr(trace, "dist", SimpleNamespace(get_rank=lambda: 0))
+    engine = SimpleNamespace(schedule=SimpleNamespace(phases=phases), name_phases=lambda labelled: None)
+    run: Any = SimpleNamespace(config=parse(["--profile"]), engine=engine, run_dir=tmp_path, say=lambda text: None)
+    hook = trace.Trace(run)
+    hook._profiler = profiler
+    step: Any = SimpleNamespace(iteration=12)
+    assert hook.measure(step) == {}
+    phases.end_step()
+    assert [PATIENCE[phase] for phase in seen] == [1800.0] * 2
     assert phases.now.phase == OTHER
 
 
