@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,8 @@ class Store:
     def modified(self, name: str) -> datetime:
         """Return the time at which a file was last modified. Raises StoreError."""
         with self._errors("be read", name):
+            if "http" in self._system.protocol:
+                return parsedate_to_datetime(self._system.info(self._path(name))["Last-Modified"])
             return self._system.modified(self._path(name))
 
     def remove(self, name: str) -> None:

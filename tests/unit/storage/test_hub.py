@@ -469,6 +469,7 @@ class _Answers(BaseHTTPRequestHandler):
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.send_header("Content-Length", str(len(answer)))
+            self.send_header("Last-Modified", self.date_time_string(0))
             if packed:
                 self.send_header("Content-Encoding", "gzip")
             self.end_headers()
@@ -511,6 +512,7 @@ def test_answers_by_http_are_bounded_and_come_from_their_host(tmp_path: Path, mo
     assert (tmp_path / "drips").stat().st_size == 240, "a large file may take longer than any other answer"
     assert Store.at(f"{address}/linked").files() == {"sized.json": 38}, "a page of links has no sizes"
     assert os.listdir(local_path(f"{address}/linked", "--init-from")) == ["sized.json"]
+    assert Store.at(f"{address}/linked").modified("sized.json").timestamp() == 0
     copied = local_path(f"{address}/packed.json", "--init-from")
     assert gzip.decompress(copied.read_bytes()) == bytes(2**20), "its size is not known"
     Store.at(address).download("packed.json", tmp_path / "packed")
