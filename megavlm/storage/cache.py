@@ -113,9 +113,16 @@ def _copied(url: str) -> Path:
 
 def _kept(folder: Path, make: Callable[[Path], None]) -> Path:
     """Return a folder of copies or links; one process makes it if it is missing or has a dangling link."""
-    lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    own = os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | own)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that makes it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that makes it
+        except OSError:  # as Lustre without the option flock: the processes of this machine meet elsewhere
+            os.close(lock)
+            elsewhere = Path(tempfile.gettempdir(), f"megavlm-{os.getuid()}-{folder.name}.lock")
+            lock = os.open(elsewhere, os.O_RDWR | os.O_CREAT | own)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir() or not all(file.exists() for file in folder.iterdir()):
             make(folder)
     finally:

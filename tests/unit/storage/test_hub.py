@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import gzip
 import hashlib
 import importlib
@@ -310,6 +312,21 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MEGAVLM_CACHE", "/proc/none")
     with pytest.raises(UserError, match=r"--init-from file://\S+ needs the cache /proc/none, which cannot be written"):
         local_path(place(tmp_path, "a"), "--init-from")
+
+
+def test_a_cache_without_locks_is_locked_elsewhere(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, locked = fcntl.flock, list[str]()
+
+    def refusing(file: int, operation: int) -> None:
+        if (place := os.readlink(f"/proc/self/fd/{file}")).startswith(str(home)):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        locked.append(place)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refusing)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert (local_path(place(tmp_path, "a"), "--init-from") / "config.json").exists()
+    assert [Path(each).parent for each in locked] == [tmp_path]
 
 
 def test_a_copy_that_is_cut_short_is_made_again(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
