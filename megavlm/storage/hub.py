@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -343,5 +342,14 @@ def _of_configuration(data: Repository, configurations: Mapping[str, Any], files
         )
     if "train" not in splits:
         raise data.problem(f"has no split train{f' in {name}' if name != 'default' else ''}, but {', '.join(splits)}")
-    patterns = [pattern.replace("**/", "*").replace("**", "*") for pattern in splits["train"]]
-    return [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    patterns = list(map(_as_regex, splits["train"]))
+    return [name for name in files if any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+def _as_regex(pattern: str) -> str:
+    """Return the regular expression of a pattern of fsspec, in which `**` alone matches slashes."""
+    pieces = re.findall(r"\*\*/|\*\*|\*|\?|\[[^]]+\]|.", pattern.removeprefix("./"))
+    wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(
+        wild.get(each) or (each.replace("[!", "[^") if len(each) > 1 else re.escape(each)) for each in pieces
+    )

@@ -202,6 +202,12 @@ def test_a_data_set_has_the_files_of_its_training_split(served: Hub) -> None:
         ("", ["all.json", "config.json"], ["all.json"]),
         ("configs:\n- data_dir: data", ["data/test.csv", "data/train.csv", "train.csv"], ["data/train.csv"]),
         ("configs:\n- sep: x", ["test.csv", "train.csv"], ["train.csv"]),
+        ("configs:\n- data_files: '*.csv'", ["a.csv", "old/b.csv"], ["a.csv"]),
+        (
+            "configs:\n- data_files: ./d/**/[!x]?.csv",
+            ["d/a0.csv", "d/e/b1.csv", "d/x0.csv"],
+            ["d/a0.csv", "d/e/b1.csv"],
+        ),
     ],
 )
 def test_files_are_chosen_by_name_as_datasets_does(card: str, names: list[str], expected: list[str], tmp_path: Path):
