@@ -237,11 +237,11 @@ def _fetch_model(fetch: _Fetch, weights: bool) -> Path:
 
 def _weights_of(folder: Path, names: Sequence[str] | Mapping[str, int]) -> list[str]:
     """Return the names of a model's safetensors files, without a second copy that some repositories have."""
+    if _WHOLE in names:  # as in Transformers, whatever an older index says
+        return [_WHOLE]
     if (folder / _INDEX).exists():
         weight_map = read_json(folder / _INDEX).get("weight_map")
         return list(dict.fromkeys(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
-    if _WHOLE in names:
-        return [_WHOLE]
     return sorted(name for name in names if "/" not in name and name.endswith(_WEIGHTS))
 
 

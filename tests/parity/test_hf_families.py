@@ -256,12 +256,15 @@ def test_a_tied_output_layer_may_be_in_the_file_as_well(single: Single, tmp_path
 
 
 def test_what_transformers_leaves_out_is_not_surplus(tmp_path: Path) -> None:
-    """A second copy of the weights, under Mistral's names, and DeepSeek-V3's layer for a further token."""
+    """A second copy of the weights, under Mistral's names, an index of files from before the model was saved again, and
+    DeepSeek-V3's layer for a further token.
+    """
     config = transformers.AutoConfig.for_model(**DEEPSEEK)
     folder = hf.save(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "hf")
     weights = load_file(folder / "model.safetensors") | {"model.layers.61.eh_proj.weight": torch.zeros(2, 2)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00001-of-00002.safetensors"}}')
     assert Pretrained.of(folder, *ALL_PARTS).problems() == []
 
 

@@ -80,6 +80,7 @@ def cut(folder: Path) -> None:
 
 
 def led_out(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../other.safetensors"}}')
 
 

@@ -216,6 +216,8 @@ def _refuse_what_it_is(path: Path) -> None:
 
 
 def _weight_files(path: Path) -> list[str]:
+    if (path / WHOLE).exists():  # as in Transformers, whatever lies beside it: an older index, Mistral's second copy
+        return [WHOLE]
     if (path / INDEX).exists():
         weight_map = read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -230,8 +232,6 @@ def _weight_files(path: Path) -> list[str]:
                     f"{path / INDEX} names {shown}, which is not in the folder: complete the download"
                 ) from error
         return files
-    if (path / WHOLE).exists():  # beside it there may be a second copy, as in Mistral's repositories
-        return [WHOLE]
     files = sorted(file.name for file in path.glob("*.safetensors"))
     if not files and any(next(path.glob(pattern), None) for pattern in _PICKLES):
         raise UserError(

@@ -106,7 +106,7 @@ def weights(folder: Path, data: bytes) -> None:
 
 
 def index(folder: Path, data: bytes) -> None:
-    (folder / "model.safetensors").write_bytes(SAFETENSORS)
+    (folder / "model-1.safetensors").write_bytes(SAFETENSORS)
     (folder / "model.safetensors.index.json").write_bytes(data)
     assert HfFolder(folder).tensors is not None
 
@@ -165,7 +165,7 @@ def jsons(values: list[dict[str, Any]]) -> list[bytes]:
     return [json.dumps(value).encode() for value in values]
 
 
-INDEX = b'{"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}'
+INDEX = b'{"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors"}}'
 READERS = {
     "config.json": Reader(config_json, lambda: CONFIGS),
     "hugging face folder": Reader(whole_folder, lambda: CONFIGS, few=5),
