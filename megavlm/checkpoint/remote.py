@@ -107,6 +107,16 @@ def checkpoints_at(place: str) -> list[StoredCheckpoint]:
     raise UserError(f"{place} holds no checkpoints: give a run folder or URL, its checkpoints, or one of them")
 
 
+def best_of(found: Sequence[StoredCheckpoint]) -> int | None:
+    """Return the iteration of the best of a run's checkpoints by its `--keep-best`; None without that option."""
+    try:
+        name, mode = found[-1].summary()["keep_best"]
+    except (UserError, LookupError, TypeError, ValueError):
+        return None
+    metrics = ((each.iteration, each.metrics()) for each in found)
+    return folders.best_of({iteration: values[name] for iteration, values in metrics if name in values}, mode)
+
+
 def found_in(store: Store) -> list[StoredCheckpoint]:
     """Return the folders in a store that are named like checkpoints, oldest first. Raises StoreError."""
     files: dict[str, dict[str, int]] = {}

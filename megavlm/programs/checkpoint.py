@@ -28,9 +28,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    for each in remote.checkpoints_at(options.run):
+    found = remote.checkpoints_at(options.run)
+    best = remote.best_of(found)
+    for each in found:
         parts = [each.name, f"{each.bytes / 1e9:10.3f} GB", f"{each.saved:%Y-%m-%d %H:%M:%S}"]
         parts += [f"{name} {value:.4g}" for name, value in each.metrics().items()]
+        parts += ["best"] if each.iteration == best else []
         print("  ".join([*parts, remote.first_look(each) or "whole"]))
     return 0
 

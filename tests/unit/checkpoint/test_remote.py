@@ -267,11 +267,12 @@ def test_a_checkpoint_that_is_damaged_here_is_refused_once(store: Store, root: P
 
 
 def test_commands_read_a_store_like_a_folder(store: Store, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save(root, 10, loss=1.0)
-    remote.upload(folder, store, done=set())
+    for iteration, loss in ((10, 1.0), (20, 2.0)):
+        remote.upload(save(root, iteration, loss=loss), store, done=set())
     for place in (str(root), store.url):
         assert program.main(["verify", place]) == program.main(["list", place]) == 0
-        assert re.search(r"^iter_0000010 .* loss 1  whole$", capsys.readouterr().out, re.MULTILINE)
+        said = capsys.readouterr().out
+        assert re.search(r"^iter_0000010 .* loss 1  best  whole\niter_0000020 .* loss 2  whole$", said, re.MULTILINE)
         assert program.main(["show", f"{place}/iter_0000010"]) == 0
         assert json.loads(capsys.readouterr().out)["iteration"] == 10
 
