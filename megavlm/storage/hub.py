@@ -265,10 +265,8 @@ def _has_model(folder: Path, weights: bool) -> bool:
 
 
 def _fetch_data(fetch: _Fetch) -> Path:
-    names, folder = list(fetch.sizes), Path()
-    if "README.md" in fetch.sizes:
-        folder = fetch.files(["README.md"])
-    return fetch.files(_chosen(fetch.wanted, names, folder))
+    card = fetch.files(["README.md"] if "README.md" in fetch.sizes else [])
+    return fetch.files(_chosen(fetch.wanted, list(fetch.sizes), card))
 
 
 def _names_in(folder: Path) -> list[str]:

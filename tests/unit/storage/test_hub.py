@@ -189,6 +189,10 @@ def test_a_data_set_has_the_files_of_its_training_split(served: Hub) -> None:
     with pytest.raises(UserError, match="several configurations: name one as acme/cards/charts, of charts, maps"):
         cache.local_path("acme/cards", "--datasets")
     assert "load.py" not in served.fetched
+    Path("README.md").write_text(CARD)  # of the folder in which the run is started
+    served.repositories["datasets/acme/bare"] = {"train.csv": b"3"}
+    (file,) = cache.local_path("acme/bare", "--datasets").iterdir()
+    assert file.read_bytes() == b"3"
     served.repositories.clear()
     cache._from_hub.cache_clear()
     assert cache.local_path("acme/plain", "--datasets") == folder
