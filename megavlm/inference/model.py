@@ -7,6 +7,7 @@ Transformers' processors (`tests/parity/test_files_hf.py`), and need neither the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -58,12 +59,12 @@ class TrainedModel:
         """
         if is_in_parts(folder):
             config = _config_of_parts(folder, data, said, dtype)
-            return cls(folder, config, FilesSource(config), None, device, dtype)
+            return cls(folder, config, _source_of(config), None, device, dtype)
         given = Config(model=said, checkpoint=CheckpointConfig(init_from=str(folder)), data=data)
         config, pretrained = resolve(with_pretrained_model(given)), Pretrained.of(folder, *ALL_PARTS)
         if problems := pretrained.problems():
             raise UserError(f"{folder} does not contain the model that its config.json describes: {problems[0]}")
-        return cls(folder, config, FilesSource(config), pretrained, device, dtype)
+        return cls(folder, config, _source_of(config), pretrained, device, dtype)
 
     @property
     def is_own(self) -> bool:
@@ -95,6 +96,14 @@ class TrainedModel:
         given = {**self.pretrained.family.inputs(batch, self.config.model), "attention_mask": mask}
         dtype = self.module.dtype
         return {name: each.to(self.device, dtype if each.is_floating_point() else None) for name, each in given.items()}
+
+
+def _source_of(config: Config) -> FilesSource:
+    try:
+        return FilesSource(config)
+    except UserError as error:  # it may propose options that a run has, and these commands do not
+        said = re.sub(r", or name a folder[^,]* with --(tokenizer|image-processor)$", "", str(error))
+        raise UserError(said) from error
 
 
 def _config_of_parts(folder: Path, data: DataConfig, said: ModelConfig, dtype: str) -> Config:

@@ -17,7 +17,7 @@ from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, sidecars
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
-from megavlm.programs import convert
+from megavlm.programs import chat, convert
 from megavlm.rules.check import check
 from tests.support import hf
 from tests.support.harness import Single
@@ -154,6 +154,16 @@ def test_verify_finds_a_difference(folder, single, tmp_path, capsys):
     change_weights(folder, spoil)
     assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 1
     assert "largest logit difference nan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "lacking"), [("llava", "preprocessor_config"), ("text-llama", "tokenizer")])
+def test_a_chat_proposes_what_it_has(name: str, lacking: str, tmp_path: Path, capsys) -> None:
+    folder = hf.save(tiny(name), tmp_path / "hf")
+    capsys.readouterr()
+    assert chat.main([str(folder), "--prompt", "Hi"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert lacking in line
+    assert line.endswith("complete the download")
 
 
 def test_folders_are_named_in_their_order(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
