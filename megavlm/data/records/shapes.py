@@ -84,7 +84,11 @@ class Shape:
 
 
 def _turns(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
-    return [*system_turn(record, reader), *turns_in(record[fields[0]], reader)]
+    turns = turns_in(record[fields[0]], reader)
+    speakers = [role for role, _ in turns if role != "system"]
+    if speakers[:1] == ["assistant"] and speakers[-1:] == ["user"]:
+        raise BadSample(Reason.ROLE, "the assistant speaks first and the user last: exchange the roles")
+    return [*system_turn(record, reader), *turns]
 
 
 def _text(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:

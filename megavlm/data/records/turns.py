@@ -134,9 +134,6 @@ def turns_in(content: Any, reader: Reader) -> Turns:
         turns.append((role, parts))
     if not turns:
         raise BadSample(Reason.EMPTY, "it has no turns")
-    speakers = [role for role, _ in turns if role != "system"]
-    if speakers[:1] == ["assistant"] and speakers[-1:] == ["user"]:
-        raise BadSample(Reason.ROLE, "the assistant speaks first and the user last: exchange the roles")
     return turns
 
 

@@ -110,6 +110,13 @@ def test_an_answer_may_be_json(answer: str) -> None:
     assert [pair[1].parts, pair[3].parts] == [(answer,), ("x",)]
 
 
+def test_a_prompt_may_begin_with_a_greeting() -> None:
+    """Of a whole conversation, the assistant first and the user last are exchanged."""
+    prompt = [said("assistant", "Hello"), said("user", "What?")]
+    turns = record_of({"prompt": prompt, "completion": "A cat."}, "query", find).turns
+    assert [turn.role for turn in turns] == ["assistant", "user", "assistant"]
+
+
 def test_an_option_names_every_kind() -> None:
     assert set(get_args(get_type_hints(DatasetConfig)["kind"])) == {"auto", *SHAPES, "webdataset"}
 
