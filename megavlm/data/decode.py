@@ -196,6 +196,7 @@ def open_image(source: bytes | Path, max_pixels: int, *, length: int | None = No
     Raises BadSample if the image is too large, truncated or slow to read.
     """
     _check_header(source)
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)  # Pillow's own bound, of 179 megapixels
     content = _Clipped(BytesIO(source) if isinstance(source, bytes) else FileIO(source), _length(source))
     with content, Image.open(content, formats=FORMATS) as image:
         width, height = image.size

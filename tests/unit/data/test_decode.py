@@ -126,6 +126,7 @@ def test_a_bomb_is_refused_from_its_header() -> None:
         assert reason_of(decode, bomb) is Reason.TOO_LARGE
         assert reason_of(size_of, bomb) is Reason.TOO_LARGE
     assert reason_of(decode, encoded(noise()), max_pixels=40 * 30 - 1) is Reason.TOO_LARGE
+    assert size_of(png_header(20_000, 10_000), max_pixels=2**28) == (10_000, 20_000), "more than Pillow allows"
 
 
 def test_a_bomb_of_text_is_no_image_either() -> None:
