@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from io import SEEK_CUR, BufferedReader, BytesIO, FileIO
+from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,7 +47,7 @@ _HEADER = 4096  # bytes in which the header of a PPM ends
 _PLAIN = (b"P1", b"P2", b"P3")  # PPMs in text form: for each comment, Pillow copies up to a megabyte
 _TEXT, _MOST_COMMENTS = 2**26, 1000  # most bytes and comments of a PPM in text form
 _ORIENTATION = 0x0112
-_NOTES = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks of a PNG
+_NOTES = (b"Raw profile type exif", b"XML:com.adobe.xmp")  # texts of a PNG that say its orientation
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -315,16 +315,16 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _has_notes_behind(image: Any) -> bool:
-    """Return whether a PNG has EXIF or text behind its pixels, for which Pillow decodes these, or they are decoded."""
+    """Return whether a PNG has EXIF or XMP behind its pixels, for which Pillow decodes these, or they are decoded."""
     if not image.tile:
         return True
-    file, at, behind = image.fp, image.fp.tell(), False
-    file.seek(8)
-    while len(head := file.read(8)) == 8 and not (behind and head[4:] in _NOTES):
-        behind = behind or head[4:] == b"IDAT"
-        file.seek(int.from_bytes(head[:4]) + 4, SEEK_CUR)
+    file, at, place, behind, found = image.fp, image.fp.tell(), 8, False, False
+    while not found and file.seek(place) and len(head := file.read(32)) >= 8:
+        behind = behind or head[4:8] == b"IDAT"
+        found = behind and (head[4:8] == b"eXIf" or head[8:].startswith(_NOTES))
+        place += 12 + int.from_bytes(head[:4])
     file.seek(at)
-    return len(head) == 8
+    return found
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
