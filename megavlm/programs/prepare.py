@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
     parser.add_argument(
         "--kind",
-        choices=["auto", *(kind for kind in SHAPES if kind != "pairs")],
+        choices=["auto", *(kind for kind in SHAPES if kind not in ("pairs", "preferences"))],
         help="Format of a record of SOURCE; default: auto, which detects it.",
     )
     parser.add_argument("--vision-input", default="rgb", help="As in training; default: rgb, which leaves arrays out.")

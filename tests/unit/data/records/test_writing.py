@@ -158,6 +158,7 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.Capt
         ((source, tmp_path / "full"), "holds something else already"),
         ((source, tmp_path / "out", "--shuffle", "1"), "holds something else already"),
         ((source, tmp_path / "new", "--shard-mib", "0"), "--shard-mib: 0 must"),
+        ((source, tmp_path / "new", "--kind", "preferences"), "--kind"),
         ((tmp_path / "out", tmp_path / "new"), "contains tars"),
         ((tmp_path / "nowhere", tmp_path / "new"), "is not a file"),
         ((tmp_path / "bad.jsonl", tmp_path / "new"), "none of 1 records can be used: 1 × empty_conversation, as bad."),
