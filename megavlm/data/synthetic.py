@@ -217,10 +217,13 @@ def joined(texts: list[tuple[int, Sample, int]], *, source: int = 0) -> Sample:
         images=tuple(image for _, text, _ in texts for image in text.images),
         tile_groups=tuple(group for _, text, _ in texts for group in text.tile_groups),
         source=source,
-        members=tuple(Member(role, identity, len(text), len(text.images)) for role, text, identity in texts),
+        members=tuple(
+            Member(role, identity, len(text), len(text.images), len(text.sounds)) for role, text, identity in texts
+        ),
+        sounds=tuple(sound for _, text, _ in texts for sound in text.sounds),
     )
 
 
 def _without_images(sample: Sample, image_token: int) -> Sample:
     kept = sample.tokens != image_token
-    return Sample(sample.tokens[kept], sample.trained[kept])
+    return Sample(sample.tokens[kept], sample.trained[kept], sounds=sample.sounds)

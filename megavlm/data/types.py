@@ -241,13 +241,16 @@ class Sample:
         for member in self.members:
             tokens, token = slice(token, token + member.length), token + member.length
             images = tuple(islice(pictures, member.images))
-            each = sum(1 if image.film is None else len(image.grids) for image in images)  # frames are groups
+            own, tiles = [], sum(len(image.grids) for image in images) if self.tile_groups else 0
+            while tiles > 0:
+                own.append(next(groups))
+                tiles -= own[-1].tiles
             found.append(
                 Sample(
                     tokens=self.tokens[tokens],
                     trained=self.trained[tokens],
                     images=images,
-                    tile_groups=tuple(islice(groups, each)),
+                    tile_groups=tuple(own),
                     source=self.source,
                     members=(member,),
                     sounds=tuple(islice(sounds, member.sounds)),

@@ -159,14 +159,14 @@ def record(*documents: int) -> Sample:
 
 
 def test_each_text_of_a_record_has_its_own_images_videos_and_sounds() -> None:
-    """Each frame of a video is a group of tiles, where models tile images."""
+    """Each frame of a video is a group of tiles, where models tile images, and each tile of computed ones an image."""
     video = LoadedImage(((1, 1),) * 3, torch.zeros(3, 16), film=Film((0, 1, 2), (0.0, 1.0, 2.0)))
     frames, image = (TileGroup((0, 0), (4, 4), "frame"),) * 3, TileGroup((1, 2), (4, 8))
     sounds = tuple(Sound(frames, lambda: torch.zeros(8, 4)) for frames in (8, 16))
-    both = (Member(POSITIVE, 0, 2, images=2, sounds=1), Member(NEGATIVE, 1, 3, images=1, sounds=1))
-    whole = text([1, 2, 3, 4, 5], answer=1, images=(video, flat(0), video))
+    both = (Member(POSITIVE, 0, 2, images=4, sounds=1), Member(NEGATIVE, 1, 3, images=1, sounds=1))
+    whole = text([1, 2, 3, 4, 5], answer=1, images=(video, *map(flat, range(3)), video))
     texts = replace(whole, members=both, sounds=sounds, tile_groups=(*frames, image, *frames)).texts()
-    assert [each.images for each in texts] == [(video, whole.images[1]), (video,)]
+    assert [each.images for each in texts] == [whole.images[:4], (video,)]
     assert [each.tile_groups for each in texts] == [(*frames, image), frames]
     assert [each.sounds for each in texts] == [sounds[:1], sounds[1:]]
 
