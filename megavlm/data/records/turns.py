@@ -138,8 +138,10 @@ def turns_in(content: Any, reader: Reader) -> Turns:
 
 
 def is_turn(value: Any) -> bool:
-    """Return whether a value names a speaker, as parts of messages do not."""
-    return isinstance(value, Mapping) and _first(value, (*_SPEAKERS, *_EXCHANGE)) is not None
+    """Return whether a value names a known speaker or is an exchange, as JSON of answers and parts do not."""
+    if not isinstance(value, Mapping):
+        return False
+    return str(_first(value, _SPEAKERS)).lower() in _ROLES or len(_EXCHANGE.keys() & value.keys()) > 1
 
 
 def _first(turn: Mapping[str, Any], fields: Iterable[str]) -> Any:

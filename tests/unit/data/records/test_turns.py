@@ -103,7 +103,9 @@ def test_spellings_of_one_conversation(record: dict[str, Any], shape: str) -> No
     assert record_of(record, shape, find) == EXPECTED
 
 
-@pytest.mark.parametrize("answer", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', "[]"])
+@pytest.mark.parametrize(
+    "answer", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', '[{"from": "Rome", "to": "Bern"}, {"user": "x"}]', "[]"]
+)
 def test_an_answer_may_be_json(answer: str) -> None:
     assert record_of({"query": "Where?", "response": answer}, "query", find).turns[1].parts == (answer,)
     pair = record_of({"query": "Where?", "chosen": answer, "rejected": "x"}, "preferences", find).turns
