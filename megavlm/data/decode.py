@@ -7,6 +7,7 @@ byte, where Pillow's conversion would turn every value above 255 white.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import zlib
@@ -80,14 +81,17 @@ _DAMAGED = (
 def resolve_inside(root: Path, name: str) -> Path:
     """Return the path of the file `name` inside the folder `root`; `name` may be absolute, and may have backslashes.
 
-    Raises BadSample if the file lies outside `root` (an absolute path elsewhere, `..`, a symbolic link), or is not a
-    file.
+    Raises BadSample if the name leads out of `root` (an absolute path elsewhere, `..`), or is not that of a file. Links
+    inside `root` are followed wherever they lead: `data/coco` is often one to another disk, and only who may write
+    there can make one, which no record does.
     """
     if "\0" in name:
         raise BadSample(Reason.OUTSIDE, f"the path {name!r} contains a null character")
-    root = _resolved(root.absolute())
+    root = root.absolute()
+    path = Path(os.path.normpath(root / name))
     try:
-        path = (root / name).resolve()
+        if not path.is_relative_to(root):  # an absolute name may spell the folder in another way
+            root, path = _resolved(root), path.resolve()
         inside, is_file = path.is_relative_to(root), path.is_file()  # opening a pipe could block
     except (OSError, RuntimeError, UnicodeEncodeError) as error:  # too long, a loop of links, a lone surrogate
         raise BadSample(Reason.MISSING, f"the path {name[:200]!r} cannot be resolved: {error}") from error
