@@ -158,7 +158,9 @@ class TestPaths:
     def test_inside(self, root: Path, name: str) -> None:
         assert decode(resolve_inside(root, name)).shape == (30, 40, 3)
 
-    @pytest.mark.parametrize("name", ["../secret.png", "a/../../secret.png", "out/../../secret.png", "/etc/hostname", "a\0b"])
+    @pytest.mark.parametrize(
+        "name", ["../secret.png", "a/../../secret.png", "out/../../secret.png", "/etc/hosts", "a\0"]
+    )
     def test_outside(self, root: Path, name: str) -> None:
         assert reason_of(resolve_inside, root, name) is Reason.OUTSIDE
 
