@@ -184,7 +184,7 @@ class PackedBatchSampler:
     def check(self, state: LoaderState) -> None:
         """Raise UserError if `state` counts windows or epochs of another size."""
         for name, flag in (("window_size", "--packing-window"), ("seq_length", "--seq-length")):
-            if state.get(name) != self.start[name]:
+            if state.get(name) != self.start.get(name):
                 raise UserError(
                     f"the checkpoint's position in the data counts with {flag} {state.get(name)}, now it is "
                     f"{self.start[name]}: go on with the former, or {BEGIN_WITH_WEIGHTS}"

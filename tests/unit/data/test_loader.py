@@ -382,6 +382,7 @@ def batches(samples: int, *, multiple: int = 1, most: int | None = None) -> list
         while not (rounds[-1] and rounds[-1][-1].last):
             rounds[-1].append(sampler.batch_at(state))
             state = rounds[-1][-1].after
+            sampler.check(state)  # an interrupted `megavlm logprobs` goes on here
         assert state == sampler.start
     sampler.close()
     assert rows_of(rounds[0]) == rows_of(rounds[1])
