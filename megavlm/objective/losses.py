@@ -139,7 +139,7 @@ def info_nce(own: Representations, options: ObjectiveConfig, group: dist.Process
         losses=losses,
         sources=members[rows[mine], SOURCE],
         vectors=gradient_of(vectors),
-        scalars=gradient_of(scalars),
+        scalars=_inward(gradient_of(scalars), own.scalars, group),
     )
 
 
@@ -166,10 +166,27 @@ def _add_pairs(
 
 
 def scale_of(scalars: Tensor, options: ObjectiveConfig) -> Tensor:
-    """Return the inverse temperature 1/τ, learned (at most 100) or fixed."""
+    """Return the inverse temperature 1/τ, learned (at most 100) or fixed.
+
+    The gradient is that at the bound also beyond it; `_inward` removes it where it points further out.
+    """
     if not len(scalars):
         return torch.tensor(1 / options.temperature, dtype=torch.float64, device=scalars.device)
-    return scalars[0].clamp(max=_LARGEST).exp()
+    beyond = (scalars[0] - _LARGEST).relu().detach()
+    return (scalars[0] - beyond).exp()
+
+
+def _inward(gradient: Tensor, scalars: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's gradient of the learned scalars, without that of a log(1/τ) beyond its bound that the sum over
+    ranks would move further out.
+    """
+    if not len(scalars):
+        return gradient
+    total = gradient[:1].clone()
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    outward = (scalars[:1] > _LARGEST) & (total < 0)
+    return torch.cat([gradient[:1].masked_fill(outward, 0.0), gradient[1:]])
 
 
 def _block(
@@ -223,7 +240,8 @@ def sigmoid_loss(own: Representations, options: ObjectiveConfig, group: dist.Pro
     gradient[texts.queries] = gradient_of(queries)
     gradient[texts.documents] = block.gradient[: len(texts.documents)]
     sources = own.members[texts.queries, SOURCE]
-    return Loss(losses=losses, sources=sources, vectors=gradient, scalars=gradient_of(scalars))
+    learned = _inward(gradient_of(scalars), own.scalars, group)
+    return Loss(losses=losses, sources=sources, vectors=gradient, scalars=learned)
 
 
 def _add_terms(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,22 @@ def test_the_sigmoid_loss_and_its_gradients_are_those_of_its_definition(texts, l
     torch.testing.assert_close(found.vectors, vectors.grad)
     if learned:
         torch.testing.assert_close(found.scalars, scalars.grad)
+
+
+@pytest.mark.parametrize("loss", [info_nce, sigmoid_loss])
+@pytest.mark.parametrize(("answer", "stays"), [(1.0, True), (-1.0, False)])
+def test_a_temperature_beyond_its_bound_comes_back(loss, answer: float, stays: bool) -> None:
+    """Documents that are right ask for larger scores, wrong ones for smaller."""
+    texts = [Text(record, role, 10 * record) for record in range(2) for role in ROLES[:2]]
+    vectors = torch.tensor([[1.0, 0.0], [answer, 0.2], [-1.0, 0.0], [-answer, 0.2]], dtype=torch.float64)
+    options = ObjectiveConfig(kind="contrastive", temperature=0.3, learn_temperature=True)
+    found, at_bound = (
+        loss(replace(representations(texts, [scale, 0.0]), vectors=vectors), options, ALONE)
+        for scale in (math.log(100.0) + 0.5, math.log(100.0))
+    )
+    torch.testing.assert_close(found.losses, at_bound.losses)
+    torch.testing.assert_close(found.scalars[0], at_bound.scalars[0] * (not stays))
+    assert stays or found.scalars[0] > 0
 
 
 @pytest.mark.parametrize("loss", [info_nce, sigmoid_loss])
