@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -330,14 +330,34 @@ def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
     assert len(trained_texts(last, encode(last, case, two))) == 1
 
 
+KIMI = Case(TEMPLATES["kimi"], "kimi", Prompt("<|media_pad|>", ("", ""), (5,)), "<|media_pad|>")
+ASKS = "<|im_assistant|>assistant<|im_middle|><think>"
+
+
 @pytest.mark.parametrize(("enable_thinking", "trained"), [(None, "</think>Yes.<|im_end|>"), (False, "Yes.<|im_end|>")])
 def test_empty_thoughts_of_kimi_are_part_of_the_prompt(enable_thinking, trained, folders):
     """Its published template asks for thoughts, unless its variable `thinking` is false."""
     asks = "'<|im_middle|><think>' + ('</think>' if thinking is defined and thinking is false else '')"
     template = TEMPLATES["kimi"].replace("<|im_middle|><think></think>'", f"' + {asks}")
-    case = Case(template, "kimi", Prompt("<|media_pad|>", ("", ""), (5,)), "<|media_pad|>")
+    case = replace(KIMI, template=template)
     chat = format_of(case, folders, enable_thinking=enable_thinking)
     assert trained_texts(chat, encode(chat, case, talk(("user", "So?"), ("assistant", "Yes.")))) == [trained]
+    assert [chat.tokenizer.decode([end]) for end in chat.thought_ends] == ["</think>"]
+
+
+def test_thoughts_take_the_place_of_the_empty_ones_of_kimi(folders: dict[str, Path]) -> None:
+    template = TEMPLATES["kimi"].replace("<|im_assistant|>assistant<|im_middle|><think></think>'", f"{ASKS}'")
+    chat, last = (format_of(replace(KIMI, template=template), folders, train_on=on) for on in ("assistant", "last"))
+    asked, answered = talk(("user", "So?")), talk(("assistant", "<think>\nIt is blue.\n</think>\n\nYes."))
+    encoded = encode(chat, KIMI, Conversation(asked.turns + answered.turns))
+    assert trained_texts(chat, encoded) == ["It is blue.</think>Yes.<|im_end|>"]
+    text = chat.tokenizer.decode(encoded.tokens)
+    assert text == chat.tokenizer.decode(chat.prompt(asked, [])) + "It is blue.</think>Yes.<|im_end|>"
+    twice = Conversation((asked.turns + answered.turns) * 2)
+    told = last.tokenizer.decode(encode(last, KIMI, twice).tokens)
+    assert told == text.replace("<think>It is blue.", "<think>") + text  # as answers of the past are in `chat`
+    with pytest.raises(BadSample, match="set --train-on last"):
+        encode(chat, KIMI, twice)
 
 
 # Qwen3.8's: thoughts are a field of their own, in all answers.

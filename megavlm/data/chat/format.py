@@ -22,7 +22,7 @@ from megavlm.data.chat.spans import (
     source_of,
     takes_system_in_parts,
 )
-from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
+from megavlm.data.chat.template import EMPTY_THOUGHTS, ChatTemplate, Message, TemplateError
 from megavlm.data.tokenizers import TextTokenizer
 from megavlm.data.types import Conversation, Turn, VideoRef, Visual
 from megavlm.errors import UserError
@@ -147,7 +147,8 @@ class ChatFormat:
     @property
     def thought_ends(self) -> tuple[int, ...]:
         """Return the tokens behind the last of which an answer follows its thoughts; () if the template has none."""
-        marks = (self.tokenizer.encode(mark).ids.tolist() for mark in _THOUGHT_ENDS if self.thoughts is not None)
+        thinks = self.thoughts is not None or self._empties_thoughts
+        marks = (self.tokenizer.encode(mark).ids.tolist() for mark in _THOUGHT_ENDS if thinks)
         return tuple(ids[0] for ids in marks if len(ids) == 1)
 
     def prompt(self, conversation: Conversation, prompts: Sequence[Prompt]) -> NDArray[np.int64]:
@@ -178,6 +179,11 @@ class ChatFormat:
         names = ("bos_token", self.tokenizer.specials.get("bos_token", "bos_token"))
         return self.template is not None and any(name in self.template.source for name in names)
 
+    @property
+    def _empties_thoughts(self) -> bool:
+        """Return whether the template writes empty thoughts before each answer, and none of a field (Kimi-K2.5)."""
+        return self.thoughts is None and self.template is not None and EMPTY_THOUGHTS in self.template.source
+
     def _template(self) -> ChatTemplate:
         if self.template is None:
             raise UserError(
@@ -191,8 +197,11 @@ class ChatFormat:
         messages: list[Message] = []
         shape: list[Kind] = []
         texts: list[str] = []
-        for turn in conversation.turns:
-            said, thoughts = (turn, None) if self.thoughts is None else _apart(turn)
+        for number, turn in enumerate(conversation.turns, start=1):
+            said, thoughts = _apart(turn) if self.thoughts or self._empties_thoughts else (turn, None)
+            if thoughts and self._empties_thoughts and number == len(conversation.turns):  # not of earlier answers
+                first, *others = said.parts
+                said = replace(said, parts=(f"<think>{thoughts}</think>{first}", *others))
             content: Any
             if self.system_in_parts if turn.role == "system" else self.in_parts:
                 parts = self._parts(said)
@@ -215,6 +224,11 @@ class ChatFormat:
 
     def _render(self, template: ChatTemplate, conversation: Conversation) -> tuple[str, TurnSpans]:
         messages, shape, texts = self._messages(conversation)
+        if self._empties_thoughts and self.train_on != "last":
+            earlier = [turn for turn in conversation.turns[:-1] if turn.role == "assistant"]
+            if any(_apart(turn)[1] for turn in earlier):
+                complaint = "the chat template writes no thoughts before earlier answers: set --train-on last"
+                raise BadSample(Reason.NOT_A_RECORD, complaint)
         try:
             rendered = template.render(messages)
             thinks = self.thoughts is not None and any(message.get(self.thoughts) for message in messages)

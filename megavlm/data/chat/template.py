@@ -16,6 +16,7 @@ from typing import Any
 from megavlm.data.chat import template_process
 
 Message = Mapping[str, Any]
+EMPTY_THOUGHTS = "<think></think>"
 
 
 class TemplateError(ValueError):
@@ -37,7 +38,7 @@ class ChatTemplate:
         text, error = _RENDERER.ask([self.source, dict(self.specials), list(messages), generate])
         if text is None:
             raise TemplateError(error if error.isprintable() else ascii(error))  # a template may say anything
-        return text
+        return text.replace(f"{EMPTY_THOUGHTS}<think>", "<think>")  # Kimi's writes them before an answer with thoughts
 
 
 class _Renderer:
