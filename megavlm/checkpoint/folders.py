@@ -85,7 +85,7 @@ def commit(temporary: Path, final: Path, sums: Mapping[str, FileSum], *, attempt
     before = final.with_name(f"tmp-before-{final.name}")
     if os.path.lexists(final):  # the same iteration again, after resuming from an older checkpoint by hand
         remove(before)
-        _move(final, before)
+        move(final, before)
     rename_flushed(temporary, final, flushed=sums)
     with suppress(OSError):  # the checkpoint is committed; `sweep` tries again
         remove(before)
@@ -108,7 +108,7 @@ def set_aside(folder: Path) -> Path:
     with suppress(OSError):  # a folder that may not be renamed stays as it is
         if aside.exists():
             shutil.rmtree(aside)
-        folder.rename(aside)
+        move(folder, aside)
         return aside
     return folder
 
@@ -123,11 +123,11 @@ def rename_flushed(temporary: Path, final: Path, *, flushed: Container[str] = ()
             if folder != str(temporary) or name not in flushed:
                 _flush(Path(folder, name))
         _flush(Path(folder))
-    _move(temporary, final)
+    move(temporary, final)
     _flush(final.parent)
 
 
-def _move(folder: Path, target: Path) -> None:
+def move(folder: Path, target: Path) -> None:
     """Rename a folder. In a file system that renames files alone, move its files, and the manifest last."""
     try:
         folder.rename(target)

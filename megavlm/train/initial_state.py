@@ -98,7 +98,7 @@ def restore(
                 own = folders.folder_for(checkpoint.parent, position.iteration)
                 if folder == checkpoint and folder != own and not own.exists():  # somebody has renamed it
                     print(f"{folder} is of iteration {position.iteration}, and is now {own.name}", flush=True)
-                    folder.rename(own)
+                    folders.move(folder, own)
                 elif iteration > position.iteration:
                     why = f"a copy of {own.name}, and " if folder == checkpoint else ""
                     print(f"{folder} is {why}now {folders.set_aside(folder).name}", flush=True)

@@ -29,8 +29,6 @@ OWN = {
     ("storage/cache.py", "rename"): "a folder of the user's own cache",
     ("storage/cache.py", "open"): "a lock in the user's own cache, which has no content",
     ("checkpoint/folders.py", "rename"): "folders of checkpoints",
-    ("train/initial_state.py", "rename"): "a folder of a checkpoint",
-    ("checkpoint/hf/adapters.py", "rename"): "a folder that is new",
     ("checkpoint/hf/adapters.py", "save_file"): "into a folder that is new",
     ("programs/launch/job.py", "open"): "creates, or fails; the file that torchrun names",
 }

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megavlm.arch.objectives import HEAD
+from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader, TrainedRecords
 from megavlm.checkpoint.hf.pretrained import SCORE
 from megavlm.checkpoint.hf.sidecar import exportable, family_at
@@ -244,7 +245,7 @@ def write_adapters(tensors: dict[str, Tensor], config: Mapping[str, Any], out: P
     replace_file(temporary / "adapter_config.json", json.dumps(config, indent=2) + "\n")
     # The safetensors library writes files that only their owner can read.
     shutil.copymode(temporary / "adapter_config.json", temporary / "adapter_model.safetensors")
-    temporary.rename(out)
+    rename_flushed(temporary, out)
 
 
 def factors_of_experts(adapters: Mapping[str, Adapters], table: Table) -> dict[str, dict[str, Tensor]]:

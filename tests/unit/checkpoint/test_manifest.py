@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megavlm.checkpoint import folders, manifest
 from megavlm.checkpoint.folders import Holds, Keep, kept
+from megavlm.checkpoint.hf.adapters import write_adapters
 from megavlm.checkpoint.manifest import BLOCK, MANIFEST, SUMMARY, FileSum, FoldedSum, SummingFile
 from megavlm.errors import UserError
 from tests.support.manifests import committed
@@ -282,6 +284,9 @@ def test_where_only_files_can_be_renamed_a_checkpoint_is_moved_with_its_manifest
     write(tmp_path, 6)
     assert folders.prune(tmp_path, Keep(1)) == [tmp_path / "iter_0000005"]
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000006"]
+    assert folders.set_aside(tmp_path / "iter_0000006") == tmp_path / "damaged-iter_0000006"
+    write_adapters({"a": torch.ones(1)}, {}, tmp_path / "adapters")
+    assert len(list((tmp_path / "adapters").iterdir())) == 2
 
 
 def test_what_is_gone_cannot_be_held(tmp_path: Path) -> None:
