@@ -20,14 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.checkpoint import folders, state
+from megavlm.checkpoint import state
+from megavlm.checkpoint.folders import Holds
+from megavlm.checkpoint.reading import Choices, choices_in, load_newest
 from megavlm.data.types import SampleId, StepData
 from megavlm.errors import BadNumbers
 from megavlm.inputs.batch import MicroBatch
 from megavlm.metrics.callback import Value
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.slow_links import forget_errors
-from megavlm.parallel.rendezvous import of_all_ranks
+from megavlm.parallel.rendezvous import from_rank_0, of_all_ranks
 from megavlm.resilience import events
 from megavlm.resilience.bad_steps import BadSteps, iterations
 from megavlm.resilience.phases import OTHER, START
@@ -253,20 +255,29 @@ class StepGuard(RankHook):
             self._rewind(iteration)
 
     def _rewind(self, iteration: int) -> None:
-        """Load weights, moments and random states of the newest checkpoint, and go on with the data after this batch.
+        """Load weights, moments and random states of the newest checkpoint, as at a start the one before if it is
+        damaged, and go on with the data after this batch.
 
         The run then is as if the batches since that checkpoint had been left out.
         """
         if self._run.saver is not None:
             self._run.saver.wait()  # the newest checkpoint may still be under way
-        newest = folders.newest(self._run.run_dir / "checkpoints") if dist.get_rank() == 0 else None
-        dist.broadcast_object_list(agreed := [newest], src=0)
-        if (folder := agreed[0]) is None:
-            self._run.say("there is no checkpoint yet to go back to: the batch is left out")
+        run, phases, holds = self._run, self._run.engine.schedule.phases, Holds()
+        root, fallback = run.run_dir / "checkpoints", run.config.checkpoint.fallback
+        choices = from_rank_0(lambda: choices_in(root, holds, fallback=fallback), Choices(()))
+        for remark in choices.remarks:
+            self.report("damage", iteration, remark)
+        if not choices.folders:
+            run.say("there is no checkpoint yet to go back to: the batch is left out")
             return
-        run, phases = self._run, self._run.engine.schedule.phases
         phases.enter(START, "weights")  # it may take as long as at a start, and more than a step
-        position = state.load(run.engine.trained(), folder, config=run.config, plan=run.plan)
+        folder, position = load_newest(
+            choices,
+            check=lambda _: None,
+            load=lambda folder: state.load(run.engine.trained(), folder, config=run.config, plan=run.plan),
+            say=lambda text: self.report("damage", iteration, text),
+        )
+        holds.release()
         phases.enter(OTHER)
         self._steps.go_back(position.bad_steps, left_out=iteration - position.iteration)
         self.report("rewind", iteration, f"went back to the weights of {folder}", back_to=position.iteration)

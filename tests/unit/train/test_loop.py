@@ -16,6 +16,8 @@ from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import step_flops
 from megavlm.arch.plan import make_plan
 from megavlm.arch.workload import typical_workload
+from megavlm.checkpoint import reading
+from megavlm.checkpoint.manifest import Damaged
 from megavlm.checkpoint.state import Position
 from megavlm.command_line.parsing import parse
 from megavlm.data.collate import CollateSpec
@@ -39,6 +41,7 @@ from megavlm.train.hooks.step_guard import DataPlace, standing_out
 from megavlm.train.loop import Hooks
 from megavlm.train.run_dir import make_run_dir
 from tests.support.data_files import write_tokenizer
+from tests.support.manifests import committed
 
 METHODS = ("begin", "on_step_begin", "measure", "on_step_end", "finish")
 
@@ -198,28 +201,37 @@ def test_where_all_micro_batches_are_alike_nobody_is_named(odd: dict[tuple[int, 
     assert standing_out([]) is None
 
 
-def test_a_load_in_a_rewind_may_take_as_long_as_one_at_a_start(tmp_path: Path, monkeypatch: Any) -> None:
-    """It comes between steps, where ten of them without progress are a hang."""
+def test_a_rewind_loads_as_a_start_does(tmp_path: Path, monkeypatch: Any) -> None:
+    """It takes the checkpoint before a damaged one, and as long as it needs: it comes between steps, where ten of them
+    without progress are a hang.
+    """
     phases = Phases()
     phases.begin_step(6)
     phases.end_step()
     seen: list[str] = []
 
-    def load(*_: Any, **__: Any) -> Position:
+    def load(_: Any, folder: Path, **__: Any) -> Position:
         seen.append(phases.now.phase)
-        return Position(3, {})
+        if folder.name == "iter_0000003":
+            raise Damaged("a flipped bit")
+        return Position(2, {})
 
-    alone = SimpleNamespace(get_rank=lambda: 0, broadcast_object_list=lambda *_, **__: None)
-    monkeypatch.setattr(step_guard, "dist", alone)
+    for iteration in (2, 3):
+        committed(tmp_path / "checkpoints", iteration, {"state.json": "{}", "megavlm.json": "{}"})
     monkeypatch.setattr(step_guard.state, "load", load)
-    monkeypatch.setattr(step_guard.folders, "newest", lambda root: root / "iter_0000003")
+    monkeypatch.setattr(step_guard, "from_rank_0", lambda action, _: action())
+    monkeypatch.setattr(reading, "on_rank_0", lambda action: action())
+    monkeypatch.setattr(reading, "of_all_ranks", lambda value: [value])
+    said: list[str] = []
     engine = SimpleNamespace(schedule=SimpleNamespace(phases=phases), trained=lambda: None)
     run: Any = SimpleNamespace(
         config=parse([]), engine=engine, plan=None, position=Position(0, {}), progress=None, run_dir=tmp_path,
-        saver=None, say=lambda text: None,
+        saver=None, say=said.append,
     )  # fmt: skip
     step_guard.StepGuard(run)._rewind(6)
-    assert [PATIENCE[phase] for phase in seen] == [86400.0]
+    assert [PATIENCE[phase] for phase in seen] == [86400.0, 86400.0]
+    assert "iter_0000003 is damaged: a flipped bit" in said[0]
+    assert "iter_0000002" in said[1]
     assert phases.now.phase == OTHER
 
 
