@@ -28,14 +28,16 @@ def as_begun(config: Config) -> Config:
     If the run folder is the same, the options that differ from the last start are printed.
     """
     options, run_dir = config.checkpoint, Path(config.run.run_dir)
-    if folders.checkpoints(run_dir / "checkpoints"):
-        return _with_values_in(config, run_dir / "config.yaml", prints=True)
-    if options.checkpoint_dir is not None and (stored := _stored(options.checkpoint_dir)) is not None:
+    own, file = bool(folders.checkpoints(run_dir / "checkpoints")), run_dir / "config.yaml"
+    if own and file.exists():
+        return _with_values_in(config, file, prints=True)
+    # A fetched checkpoint that has refused the options of a start has no file beside it.
+    if options.checkpoint_dir is not None and (stored := stored_configuration(options.checkpoint_dir)) is not None:
         return _with_stored(config, stored)
-    if options.load is None:
+    if own or options.load is None:
         return config
     if is_url(options.load):
-        stored = _stored(options.load)
+        stored = stored_configuration(options.load)
         return config if stored is None else _with_stored(config, stored)
     given = Path(options.load)
     places = [place for place in (given, given.parent.parent) if folders.checkpoints(place / "checkpoints")]
@@ -64,7 +66,7 @@ def _with_values_in(config: Config, file: Path, *, prints: bool = False) -> Conf
     return now
 
 
-def _stored(url: str) -> bytes | None:
+def stored_configuration(url: str) -> bytes | None:
     """Return the content of config.yaml of a run in a store; None if the file or a complete checkpoint is missing."""
     try:
         store, _ = remote.place_of(url)

@@ -40,7 +40,7 @@ from megavlm.train.build_source import build_source
 from megavlm.train.engine import Engine
 from megavlm.train.hooks.hook import Callbacks
 from megavlm.train.hooks.watch import Watch
-from megavlm.train.initial_state import choose_checkpoints, fetch, initial_weights, restore
+from megavlm.train.initial_state import choose_checkpoints, fetch, initial_weights, note_options, restore
 from megavlm.train.outputs import announce, callbacks_of, note_start, outputs
 from megavlm.train.run import Run
 from megavlm.train.run_data import RunData, check_references, prepare, write_references
@@ -99,14 +99,20 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     watch.starting("groups")
     groups = _groups(chosen.config, chosen.plan)
     write_files = partial(write_run_files, run_dir, chosen.given, chosen.plan, backend)
-    # A resumed run keeps the files of its last start until its checkpoint accepts the options of this start.
-    on_rank_0(lambda: None if folders.checkpoints(run_dir / "checkpoints") else write_files())
+    # A resumed run keeps the files of its last start until its checkpoint, which may be fetched, accepts the options of
+    # this start.
+    stored = config.checkpoint.checkpoint_dir is not None
+    begin = partial(on_rank_0, lambda: None if folders.checkpoints(run_dir / "checkpoints") else write_files())
+    if not stored:
+        begin()
     if dist.get_rank() == 0:
         announce(chosen.config, chosen.plan, backend, asked=chosen.asked, given=chosen.given)
     watch.starting("data")
     config, data = prepare(chosen.config, chosen.source, chosen.plan, groups, backend)
     watch.starting("download")
     fetch(config, chosen.given, run_dir, watch.phases)
+    if stored:
+        begin()
     chosen = replace(chosen, config=config)
     engine, position, loads = _restored(chosen, data, groups, backend, watch, write_files)
     if objective_of(config.model).refers:
@@ -211,6 +217,7 @@ def _restored(
     try:
         position = restore(engine, data.loaders.training, config, chosen.plan, choices, data.identity)
         on_rank_0(write_files)
+        on_rank_0(partial(note_options, config, chosen.given))
     except BaseException:
         engine.close()  # a process that builds another run must not keep this one's weights and groups
         raise

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megavlm.arch.plan import Plan
 from megavlm.checkpoint import folders, manifest, remote, state
+from megavlm.checkpoint.begun import stored_configuration
 from megavlm.checkpoint.folders import Holds
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
@@ -127,7 +128,7 @@ class Fetch:
 def fetch(config: Config, given: Config, run_dir: Path, phases: Phases) -> None:
     """Download the checkpoint from which this run starts, if it is in a store. Every rank calls it, and copies a part.
 
-    The options as `given` are written to config.yaml in `--checkpoint-dir`.
+    The options as `given` are written to config.yaml in `--checkpoint-dir`, unless it has those of its checkpoints.
     Raises UserError, StoreLost.
     """
     options = config.checkpoint
@@ -150,14 +151,24 @@ def _note_configuration(wanted: Fetch, given: Config) -> UserError | None:
     a checkpoint on the disk, warn and return None.
     """
     try:
-        store = Store.at(wanted.url)
-        with_retries(lambda: store.write("config.yaml", configuration(given).encode()))
+        store, content = Store.at(wanted.url), stored_configuration(wanted.url) or configuration(given).encode()
+        with_retries(lambda: store.write("config.yaml", content))
     except StoreError as error:
         line = f"{wanted.flag}: {error}. Look at the name of the place, and at the rights to write there"
         if folders.newest(wanted.root) is None:
             return (UserError if error.final else StoreLost)(line)
         _warn(wanted.run_dir, line)
     return None
+
+
+def note_options(config: Config, given: Config) -> None:
+    """Write the options as `given`, which the checkpoint accepts, to config.yaml in `--checkpoint-dir`, or warn."""
+    if (url := config.checkpoint.checkpoint_dir) is None:
+        return
+    try:
+        with_retries(lambda: Store.at(url).write("config.yaml", configuration(given).encode()))
+    except StoreError as error:
+        _warn(Path(config.run.run_dir), f"--checkpoint-dir: {error}. Its config.yaml is that of an earlier start")
 
 
 def load_path(load: str, run_dir: Path) -> Path:

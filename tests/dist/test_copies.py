@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.checkpoint import folders, manifest
+from megavlm.rules.load import from_yaml_file
 from tests.support.pool import Pools
 from tests.support.training import SHALLOW, metrics, of_kind, train, without_wall_time
 from tests.support.user_callbacks import train_to_error
@@ -43,6 +44,22 @@ def test_a_new_machine_goes_on_where_the_lost_one_was(pools: Pools, whole: Path,
     argv = [*TINY, "--train-iters", "6", "--load", f"file://{store}/iter_0000004"]
     pools(2).run(train, argv, str(tmp_path / "loaded"))
     assert without_wall_time(metrics(tmp_path / "loaded")) == without_wall_time(metrics(whole))[4:]
+
+
+def test_refused_options_do_not_replace_those_of_a_fetched_checkpoint(pools: Pools, tmp_path: Path) -> None:
+    """Neither on the new disk nor in the store, from where the next start takes the options that are not given."""
+    argv = [*TINY, "--checkpoint-dir", f"file://{tmp_path}/store"]
+    del argv[(lr := argv.index("--lr")) : lr + 2]
+    pools(1).run(train, [*argv, "--train-iters", "2", "--lr", "2e-3"], str(tmp_path / "run"))
+    begun = (tmp_path / "store/config.yaml").read_text()
+    argv, other = [*argv, "--train-iters", "4"], "--lr 3e-3 --set model.language.num_layers=2".split()
+    for _ in range(2):
+        ((_, error),) = pools(1).run(train_to_error, [*argv, *other], str(tmp_path / "new"))
+        assert "was made with model.language.num_layers" in error
+        assert (tmp_path / "store/config.yaml").read_text() == begun
+    pools(1).run(train, argv, str(tmp_path / "new"))
+    for kept in ("store", "new"):
+        assert from_yaml_file(tmp_path / kept / "config.yaml").optimizer.lr == 2e-3
 
 
 def test_a_place_that_cannot_be_written_is_refused_at_the_start(pools: Pools, tmp_path: Path) -> None:
