@@ -165,8 +165,8 @@ def _record(
     trained = round(result.measures.get("answer_tokens", 1) * result.trained_tokens)
     work = Workload(**counted, trained_tokens=trained)
     left_out = math.isnan(result.loss) and not result.trained_tokens
-    done = 0.0 if left_out else 1 / seconds  # a batch that is left out takes no time: its rates would be any number
-    tflops = step_flops(run.config, work) * done / run.plan.dims.world / 1e12
+    taken = math.inf if left_out else seconds  # a batch that is left out takes no time: its rates would be any number
+    tflops = step_flops(run.config, work) / taken / run.plan.dims.world / 1e12
     fp8 = run.config.precision.fp8 != "none"
     peak = peak_tflops(run.backend.name, "fp8" if fp8 else run.config.precision.dtype)
     memory = max(peak_memory(run.backend.device), run.watch.peak_memory)
@@ -187,9 +187,9 @@ def _record(
         "updated": result.updated,
         "step_time_s": seconds,
         "data_time_s": data_time,
-        "tokens_per_second": int(counts.tokens) * done,
-        "images_per_second": counts.images * done,
-        "samples_per_second": counts.samples * done,
+        "tokens_per_second": int(counts.tokens) / taken,
+        "images_per_second": counts.images / taken,
+        "samples_per_second": counts.samples / taken,
         "model_tflops_per_device": tflops,
         "mfu": None if peak is None else tflops / peak,  # as PaLM: recomputation is not counted
         "peak_memory_gib": memory / 2**30,  # of the fullest rank; the others' reports are seconds old
