@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -162,13 +163,10 @@ def _note_configuration(wanted: Fetch, given: Config) -> UserError | None:
 
 
 def note_options(config: Config, given: Config) -> None:
-    """Write the options as `given`, which the checkpoint accepts, to config.yaml in `--checkpoint-dir`, or warn."""
-    if (url := config.checkpoint.checkpoint_dir) is None:
-        return
-    try:
-        with_retries(lambda: Store.at(url).write("config.yaml", configuration(given).encode()))
-    except StoreError as error:
-        _warn(Path(config.run.run_dir), f"--checkpoint-dir: {error}. Its config.yaml is that of an earlier start")
+    """Write the options as `given`, which the checkpoint accepts, to config.yaml in `--checkpoint-dir`."""
+    if (url := config.checkpoint.checkpoint_dir) is not None:
+        with suppress(StoreError):  # `fetch` has warned of a store that is lost, or the first upload does
+            with_retries(lambda: Store.at(url).write("config.yaml", configuration(given).encode()))
 
 
 def load_path(load: str, run_dir: Path) -> Path:
