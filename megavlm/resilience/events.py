@@ -7,11 +7,12 @@ run went. RUN_DIR/status.json has the state of the run for programs that start i
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -129,14 +130,20 @@ def write_status(
 
 def note_failure(run_dir: Path, error: BaseException) -> None:
     """Write the error that ends the run to status.json and events; only the first error of an attempt is kept."""
-    before = read_status(run_dir)
-    if before.get("state") == "failed" and before.get("attempt") == attempt():
-        return
     reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     status = error.status if isinstance(error, UserError) else 1
-    # the number of ranks: only a retry of the same start is refused (`programs/train.py`)
-    write_status(run_dir, "failed", reason=reason, exit_status=status, world=int(os.environ.get("WORLD_SIZE", "1")))
-    record(run_dir, "failure", reason=reason)
+    with ExitStack() as locked:
+        with suppress(OSError):  # ranks that fail alike get here together; a few file systems have no locks
+            folder = os.open(run_dir, os.O_RDONLY)
+            locked.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            locked.callback(fcntl.flock, folder, fcntl.LOCK_UN)
+        before = read_status(run_dir)
+        if before.get("state") == "failed" and before.get("attempt") == attempt():
+            return
+        # the number of ranks: only a retry of the same start is refused (`programs/train.py`)
+        write_status(run_dir, "failed", reason=reason, exit_status=status, world=int(os.environ.get("WORLD_SIZE", "1")))
+        record(run_dir, "failure", reason=reason)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import datetime
 from multiprocessing import Process
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -73,6 +74,21 @@ def test_the_first_error_of_an_attempt_is_the_cause(error, status, reason, tmp_p
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     note_failure(tmp_path, RuntimeError("connection closed by peer"))
     assert read_status(tmp_path)["reason"] == "RuntimeError: connection closed by peer"
+
+
+def test_ranks_that_fail_at_once_are_one_failure(tmp_path: Path) -> None:
+    def slowly(folder: Path) -> dict[str, Any]:
+        found = read_status(folder)
+        time.sleep(0.1)
+        return found
+
+    with patch("megavlm.resilience.events.read_status", slowly):
+        ranks = [threading.Thread(target=note_failure, args=(tmp_path, UserError(f"rank {each}"))) for each in range(3)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    assert [event["kind"] for event in events(tmp_path)] == ["failure"]
 
 
 @pytest.mark.parametrize(
