@@ -125,6 +125,7 @@ def test_adapters_move_between_layouts(pools: Pools, alone: Any, tmp_path: Path,
         *(
             slow(name, targets.replace(".q_proj", LATENT.get(name, ".q_proj")), layout, id=f"{name}-{what}-{where}")
             for name in MIXTURES
+            if not name.startswith("text-")  # their models take no images
             for what, targets in EXPERTS.items()
             if (name, what) != ("gemma4-moe", "router") and "gpt-oss" not in name  # which are refused
             for where, layout in EXPERT_LAYOUTS.items()

@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 305,
     "options": 351,
     "flags": 148,  # 150
-    "code lines of tests": 36_348,  # 33,000
+    "code lines of tests": 36_349,  # 33,000
     "words of documentation": 45_000,  # 45,000
 }
 _NO_CODE = {
