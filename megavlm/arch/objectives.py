@@ -105,7 +105,10 @@ def learned_scalars(model: ModelConfig) -> tuple[str, ...]:
 
 
 def is_learned_scalar(key: str) -> bool:
-    """Return whether the parameter of this global name belongs to the loss, which few Hugging Face folders have."""
+    """Return whether a parameter, by its global name, is a scalar of the loss or a reward head.
+
+    Most Hugging Face folders have neither.
+    """
     return kind_of(key) == OUTPUT and not key.startswith(f"{OUTPUT}.linear.")
 
 

@@ -108,7 +108,7 @@ def checkpoints_at(place: str) -> list[StoredCheckpoint]:
 
 
 def best_of(found: Sequence[StoredCheckpoint]) -> int | None:
-    """Return the iteration of the best of a run's checkpoints by its `--keep-best`; None without that option."""
+    """Return the iteration of a run's best checkpoint by the metric of `--keep-best`; None without that option."""
     try:
         name, mode = found[-1].summary()["keep_best"]
     except (UserError, LookupError, TypeError, ValueError):

@@ -204,7 +204,7 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
         raise BadSample(
             Reason.TRUNCATED, f"the clip has {packets} frames of the {stream.frames} that its header counts"
         )
-    # AVI has no times of display, and FFmpeg's guesses are wrong where frames between frames predict others.
+    # AVI stores no presentation times, and FFmpeg's estimates of them are wrong for streams with B-frames.
     counted = container.format.name == "avi" and stream.codec_context.name in ("h264", "hevc")
     return _Index(tuple(sorted(set(marks))), () if counted else tuple(sorted(keys)), counted)
 

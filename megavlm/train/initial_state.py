@@ -163,7 +163,7 @@ def _note_configuration(wanted: Fetch, given: Config) -> UserError | None:
 
 
 def note_options(config: Config, given: Config) -> None:
-    """Write the options as `given`, which the checkpoint accepts, to config.yaml in `--checkpoint-dir`."""
+    """Write `given`, options that the loaded checkpoint has accepted, to config.yaml in `--checkpoint-dir`."""
     if (url := config.checkpoint.checkpoint_dir) is not None:
         with suppress(StoreError):  # `fetch` has warned of a store that is lost, or the first upload does
             with_retries(lambda: Store.at(url).write("config.yaml", configuration(given).encode()))

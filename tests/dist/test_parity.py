@@ -216,7 +216,7 @@ def test_norms_of_latent_queries_have_the_gradient_of_one_process(pools, tmp_pat
 
 
 def dropped(argv: list[str], run_dir: str) -> list[bytes]:
-    """Which values of residual branches this rank drops in a step."""
+    """Return the masks of the values that dropout sets to zero in this rank's residual branches in a step."""
     drop, found = F.dropout, []
 
     def recorded(x: Tensor, **options: Any) -> Tensor:

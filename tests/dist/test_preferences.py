@@ -160,7 +160,7 @@ def gradients(argv: list[str], run_dir: str) -> tuple[float, float]:
 
 
 def plain_rewards(chunk: Any, batch: Any) -> list[Any]:
-    """Return the loss of each pair of a micro-batch from its answers' last hidden states, taken one by one."""
+    """Return the loss of each pair of a micro-batch from its answers' last hidden states, one answer at a time."""
     states: list[Any] = []
     parts, width, scores = bare_chunk(chunk).parts, batch.text.tokens.shape[1], []
     hook = parts["language.norm"].register_forward_hook(lambda part, given, output: states.append(output))

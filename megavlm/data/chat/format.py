@@ -127,8 +127,8 @@ class ChatFormat:
         rendered, spans = self._render(self._template(), conversation)
         mark = self.end_of_turn.strip()  # an answer of this mark alone is usually a tool call
         roles_of_answers = [turn.role for turn in conversation.turns if turn.speaker == "assistant"]
-        told = zip(spans.answers, roles_of_answers[-len(spans.answers) :], strict=False)
-        said = [(span, role) for span, role in told if rendered[slice(*span)].strip() != mark]
+        spoken = zip(spans.answers, roles_of_answers[-len(spans.answers) :], strict=False)
+        said = [(span, role) for span, role in spoken if rendered[slice(*span)].strip() != mark]
         if not said:
             raise BadSample(Reason.EMPTY, "the assistant says nothing")
         answers = [span for span, role in said[-1 if self.train_on == "last" else 0 :] if role == "assistant"]

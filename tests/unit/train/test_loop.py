@@ -371,7 +371,7 @@ def test_checkpoints_that_are_out_of_reach_end_the_run(tmp_path, make, said):
 
 
 def test_a_checkpoint_from_a_store_gets_the_files_of_an_export_anew(tmp_path: Path, monkeypatch: Any) -> None:
-    """A new machine has the checkpoint alone: without them the run could not be exported."""
+    """A new machine has only the checkpoint. Without the files of the Hugging Face folder it could not be exported."""
     monkeypatch.setattr(run_dir, "_write_sidecars", lambda folder, *_: (folder / "hf").mkdir())
     (checkpoint := tmp_path / "checkpoints/iter_0000002").mkdir(parents=True)
     run_dir.write_sidecars(tmp_path, parse([]), checkpoint, image_token=0)

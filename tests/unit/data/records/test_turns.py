@@ -113,7 +113,7 @@ def test_an_answer_may_be_json(answer: str) -> None:
 
 
 def test_a_prompt_may_begin_with_a_greeting() -> None:
-    """Of a whole conversation, the assistant first and the user last are exchanged."""
+    """A conversation that the assistant begins and the user ends has its roles exchanged, and is refused."""
     prompt = [said("assistant", "Hello"), said("user", "What?")]
     turns = record_of({"prompt": prompt, "completion": "A cat."}, "query", find).turns
     assert [turn.role for turn in turns] == ["assistant", "user", "assistant"]
