@@ -22,7 +22,7 @@ from megavlm.data.types import POSITIVE, ROLE
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.model.vlm import bare_chunk
 from megavlm.programs.convert import main as convert
-from tests.support.covering import slow
+from tests.support.covering import fast_and_slow, slow
 from tests.support.data_files import write_preferences, write_tokenizer
 from tests.support.training import LEAN, assert_resumed, assert_same_curve, metrics, started, train, train_composed
 
@@ -199,7 +199,7 @@ def plain_kto(options: Any, logprobs: Any, reference: float, good: bool) -> Any:
     return 1 - (options.beta * (z0 - r)).sigmoid()
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto", *(slow(each) for each in LOSSES if each not in ("dpo", "kto"))])
+@pytest.mark.parametrize("loss", fast_and_slow(["dpo", "kto", "reward"], ["rpo", "ipo", "orpo", "simpo"]))
 def test_loss_and_gradients_are_the_papers(pools, losses, tmp_path, loss):
     ((of_loss, of_gradients),) = pools(1).run(gradients, losses[loss], str(tmp_path))
     assert of_loss < 1e-5
