@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -44,6 +44,27 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _UNIT * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def energy_meter(device: torch.device) -> Callable[[], float | None]:
+    """Return a function that returns the joules that a GPU has used since its driver was loaded, or None if NVML
+    (`pip install nvidia-ml-py`) does not tell.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        # By its identity: NVML does not know CUDA_VISIBLE_DEVICES.
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except Exception:  # not installed, or no driver
+        return lambda: None
+
+    def joules() -> float | None:
+        try:
+            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        except nvml.NVMLError:  # a GPU of before 2017
+            return None
+
+    return joules
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:

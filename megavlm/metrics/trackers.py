@@ -167,8 +167,8 @@ _GROUPS = {
     "rewards": "reward_chosen reward_rejected reward_margin reward_accuracy chosen_share answer_tokens",
     "data": "tokens trained_tokens image_tokens images samples skipped_samples split_samples packing_efficiency",
     "perf": "data_time_s step_time_s tokens_per_second images_per_second samples_per_second model_tflops_per_device "
-    "mfu peak_memory_gib phase_seconds slowest_rank slowest_rank_s slowest_rank_excess save_stall_s save_time_s "
-    "eval_time_s eval_time_fraction sample_time_s",
+    "mfu peak_memory_gib stage_memory_gib energy_j phase_seconds slowest_rank slowest_rank_s slowest_rank_excess "
+    "save_stall_s save_time_s eval_time_s eval_time_fraction sample_time_s",
 }
 TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names.split()}
 TAGS |= {"expert_load_max": "experts/load_max", "expert_load_entropy": "experts/load_entropy"}

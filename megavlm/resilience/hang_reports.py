@@ -41,6 +41,7 @@ class Report:
     waited: float = 0.0  # seconds of the wait that it is in
     silent: float = 0.0  # seconds for which the reader has seen no new report
     peak_memory: int = 0  # bytes
+    energy: float | None = None  # joules of a step of the rank's GPU; None where nothing tells it
 
     def dumps(self) -> str:
         return json.dumps(astuple(self))
@@ -159,6 +160,15 @@ class SlowEvents:
             return False
         self._last = now
         return True
+
+
+def memory_by_stage(table: Mapping[int, Report], stages: int) -> dict[str, float]:
+    """Return the peak memory of the fullest rank of each pipeline stage in GiB; stages are runs of ranks."""
+    found: dict[str, float] = {}
+    for rank, report in table.items():
+        stage = str(rank * stages // len(table))
+        found[stage] = max(found.get(stage, 0.0), report.peak_memory / 2**30)
+    return found
 
 
 def spread(before: Mapping[int, Report], after: Mapping[int, Report]) -> dict[str, Any] | None:

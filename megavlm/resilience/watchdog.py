@@ -78,6 +78,7 @@ class Watchdog:
     ) -> None:
         """Prepare to watch. `store` is torch's, on its own connection; `memory` returns the peak memory in bytes."""
         self.owns_folder = False  # whether this run has locked its folder: status.json may be another run's before
+        self.energy: float | None = None  # of a step, which reports tell; not asked for here: a lost GPU may not answer
         self.table: Mapping[int, Report] = {}  # the latest reports, on ranks that read; replaced whole
         self._phases = phases
         self._member = member
@@ -175,6 +176,7 @@ class Watchdog:
             steps=totals.steps,
             seconds=totals.seconds,
             peak_memory=self._memory(),
+            energy=self.energy,
         )
 
     def _read(self, passed: float) -> None:

@@ -15,7 +15,7 @@ from megavlm.arch.layers import EMBEDDING, OUTPUT
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.plan import Plan, make_plan
 from megavlm.backend import Backend
-from megavlm.backend.accelerator import clock_of, peak_memory
+from megavlm.backend.accelerator import clock_of, energy_meter, peak_memory
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.folders import Holds, Keep
@@ -63,7 +63,8 @@ def build(config: Config, backend: Backend, *, began: float | None = None) -> Ru
     memory = partial(peak_memory, backend.device)
     phases = Phases(clock_of(backend.device))
     phases.enter(START, "rendezvous")  # which the first report names
-    watch = Watch(config, phases, meeting, times, memory=memory, on_gpu=not backend.is_cpu)
+    energy = energy_meter(backend.device)
+    watch = Watch(config, phases, meeting, times, memory=memory, energy=energy, on_gpu=not backend.is_cpu)
     try:
         start(backend, timeout_minutes=timeout, meeting=meeting)
         return _locked(config, backend, saver, watch, began)

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from megavlm.resilience.events import events
 from megavlm.resilience.hang_reports import Limits, Report, culprit
 from megavlm.resilience.phases import COMPUTE
 from megavlm.resilience.watchdog import place_of, processor_time
+from megavlm.train import build
 from tests.support.covering import slow
 from tests.support.pool import Pools
 from tests.support.torchrun import TINY, Launched
@@ -138,15 +140,16 @@ def test_a_rank_that_stops_while_the_run_is_built_is_named_before_torch_gives_up
 
 
 def train_with_a_slow_rank(argv: list[str], run_dir: str) -> None:
-    """Rank 1 sleeps before each step, as the attack's row 23."""
-    original = DataLoader.next_step
+    """Rank 1 sleeps before each step, as the attack's row 23. Each rank's device uses 10 joules until asked again."""
+    original, joules = DataLoader.next_step, count(0, 10)
 
     def slowly(loader: DataLoader):
         if dist.get_rank() == 1:
             time.sleep(0.5)
         return original(loader)
 
-    with patch.object(DataLoader, "next_step", slowly):
+    meter = patch.object(build, "energy_meter", lambda device: lambda: next(joules))
+    with meter, patch.object(DataLoader, "next_step", slowly):
         train(argv, run_dir)
 
 
@@ -160,6 +163,7 @@ def test_a_slow_rank_is_named_with_the_phase_in_which_it_is_slow(pools: Pools, t
     assert all(record["slowest_rank_s"] > 0.5 for record in said)
     assert all("rank 1" in record["slow"] for record in said)
     assert said[-1]["phase_seconds"]["communication"] > 0.1, "the other rank waits there"
+    assert said[-1]["energy_j"] == 20.0  # of both
 
 
 def where_ranks_are(argv: list[str], run_dir: str) -> Report:

@@ -58,7 +58,7 @@ WALL_TIME = {
         "model_tflops_per_device",
         "mfu",
     ),
-    "peak_memory_gib",
+    *("peak_memory_gib", "stage_memory_gib", "energy_j"),
     *("phase_seconds", "slowest_rank", "slowest_rank_s", "slowest_rank_excess", "slowest_rank_phase", "slow"),
 }
 

@@ -15,7 +15,7 @@ from megavlm.data.workers import ATTEMPTS
 from megavlm.metrics.callback import Value
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.resilience import events
-from megavlm.resilience.hang_reports import Limits, SlowEvents, spread
+from megavlm.resilience.hang_reports import Limits, SlowEvents, memory_by_stage, spread
 from megavlm.resilience.phases import END, START, Phases, StartTimes
 from megavlm.resilience.watchdog import RunMember, Watchdog
 from megavlm.train.hooks.hook import RankHook, Step
@@ -32,12 +32,16 @@ class Watch(RankHook):
         times: StartTimes,
         *,
         memory: Callable[[], int],
+        energy: Callable[[], float | None],
         on_gpu: bool,
     ) -> None:
-        """`memory` returns the most bytes that this rank has used so far."""
+        """`memory` returns the most bytes that this rank has used so far, `energy` the joules of its GPU."""
         self.phases, self._times = phases, times
         member = RunMember(meeting.rank, meeting.world, Path(config.run.run_dir), wait_spins=on_gpu)
         self._watchdog = Watchdog(phases, member, _own_store(meeting), limits=_limits(config), memory=memory)
+        self._stages = config.parallel.pipeline_model_parallel_size
+        self._energy, self._steps = energy, 0
+        self._spent: tuple[int, float | None] = 0, None  # steps of this process, and joules by then
         self._says = meeting.rank == 0
         self._interval = config.logging.log_interval
         self._before = self._watchdog.table
@@ -70,8 +74,12 @@ class Watch(RankHook):
         """Note a step; return the time split of ranks for its record: {} if nothing is new, or not on rank 0."""
         self.phases.end_step()
         self._watchdog.step_done(step.seconds)
+        self._steps += 1
         self._times.first_step_done(step.iteration, waited=cast(float, step.record["data_time_s"]))
-        if not self._says or step.iteration % self._interval:
+        if step.iteration % self._interval:
+            return {}
+        self._watchdog.energy = self._step_energy()
+        if not self._says:
             return {}
         after = self._watchdog.table
         found = spread(self._before, after)
@@ -81,7 +89,18 @@ class Watch(RankHook):
             return {}
         if self._slow.wants(found, time.monotonic()):
             _record(self._run_dir, step.iteration, found)
+        if self._stages > 1:
+            found["stage_memory_gib"] = memory_by_stage(after, self._stages)
+        told = [report.energy for report in after.values() if report.energy is not None]
+        if len(told) == len(after):
+            found["energy_j"] = sum(told)
         return found
+
+    def _step_energy(self) -> float | None:
+        """Return the joules of a step of this rank's GPU, as a mean since the last call."""
+        (steps, before), after = self._spent, self._energy()
+        self._spent = self._steps, after
+        return None if before is None or after is None else (after - before) / (self._steps - steps)
 
     def ending(self) -> None:
         """Enter the phase in which this rank ends."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.backend.accelerator import SideStream, clock_of, give_each_stream_a_workspace
+from megavlm.backend.accelerator import SideStream, clock_of, energy_meter, give_each_stream_a_workspace
 from megavlm.backend.host_copies import HostCopies, empty_on_host
 from megavlm.errors import UserError
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, OTHER, Phases
@@ -177,3 +177,21 @@ def test_copies_wait_for_what_was_computed_and_are_waited_for(copying: Streams) 
 def test_host_memory_of_a_cpu_is_not_pinned() -> None:
     host = empty_on_host(torch.zeros(3, 2, dtype=torch.bfloat16))
     assert (host.shape, host.dtype, host.is_pinned()) == ((3, 2), torch.bfloat16, False)
+
+
+def test_joules_are_those_of_the_device_that_torch_uses(monkeypatch: pytest.MonkeyPatch):
+    """NVML is asked by UUID, since it counts all GPUs of a machine, whatever CUDA_VISIBLE_DEVICES says."""
+    nvml = ModuleType("pynvml")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert energy_meter(torch.device("cpu"))() is None  # no driver: nvmlInit fails
+    millijoules = {"GPU-b": iter((4_000, 6_500))}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="b"))
+    for name, value in {
+        "NVMLError": OSError,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda name: millijoules[name],
+        "nvmlDeviceGetTotalEnergyConsumption": lambda handle: next(handle),
+    }.items():
+        setattr(nvml, name, value)
+    joules = energy_meter(torch.device("cuda", 0))
+    assert [joules(), joules()] == [4.0, 6.5]

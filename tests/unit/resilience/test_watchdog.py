@@ -15,7 +15,17 @@ import torch.distributed as dist
 
 from megavlm.parallel.rendezvous import Meeting, TorchWorld
 from megavlm.resilience.events import HUNG, events
-from megavlm.resilience.hang_reports import DOOMED, FIRST_STEP, Limits, Report, SlowEvents, culprit, sentence, spread
+from megavlm.resilience.hang_reports import (
+    DOOMED,
+    FIRST_STEP,
+    Limits,
+    Report,
+    SlowEvents,
+    culprit,
+    memory_by_stage,
+    sentence,
+    spread,
+)
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, END, OTHER, SAVE, START, VALIDATION, Phases
 from megavlm.resilience.watchdog import RunMember, Watchdog, seconds_between_reports
 
@@ -399,6 +409,11 @@ def test_a_rank_that_reads_slowly_is_named_with_the_phase_and_not_one_that_waits
     assert (found["slowest_rank"], found["slowest_rank_phase"], round(found["slowest_rank_s"], 3)) == (1, DATA, 2.01)
     assert found["slow"] == "rank 1 (node1) takes 1.50 s per step more than the median, in data"
     assert round(found["phase_seconds"][COMMUNICATION], 3) == 0.8
+
+
+def test_memory_is_that_of_the_fullest_rank_of_each_stage():
+    table = {rank: report(rank, peak_memory=2**30 * peak) for rank, peak in enumerate((3, 5, 2, 1))}
+    assert memory_by_stage(table, 2) == {"0": 5.0, "1": 2.0}
 
 
 def test_equal_ranks_are_not_worth_a_word():
