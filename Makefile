@@ -42,13 +42,16 @@ LMMS_TOOLS := build/lmms
 # TRL and what it imports beyond .venv, for a test's process of its own: many packages behave otherwise beside pandas.
 TRL_TOOLS := build/trl
 
+# vLLM and what its weight transfer imports beyond .venv, likewise.
+VLLM_TOOLS := build/vllm
+
 # Several processes share the cores, so each gets one thread unless the caller knows better.
 export OMP_NUM_THREADS ?= 1
 
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next gpu-versions test-gpu-versions cards cluster-tools cloud-tools lmms-tools store-tools tracker-tools trl-tools lint format size clean
+.PHONY: help install demo test-unit test test-all test-next gpu-versions test-gpu-versions cards cluster-tools cloud-tools lmms-tools store-tools tracker-tools trl-tools vllm-tools lint format size clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -70,7 +73,7 @@ test: $(STAMP) ## Run the CPU tests.
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(BESIDE) $(ARGS) tests
 
 test-all: $(STAMP) ## Run all CPU tests in pieces and record them in runs/test-all-COMMIT; run it again to go on (hours).
-	-@$(MAKE) --no-print-directory store-tools tracker-tools trl-tools lmms-tools # without them their tests are skipped, and say so
+	-@$(MAKE) --no-print-directory store-tools tracker-tools trl-tools vllm-tools lmms-tools # without them their tests are skipped, and say so
 	$(VENV)/bin/python -m tests.support.pieces $(ARGS)
 
 test-next: $(STAMP) ## Run contract, parity, resume and conversion tests on the newest megatron-core.
@@ -122,6 +125,11 @@ store-tools: $(STAMP) ## Install gcsfs and servers of object stores for tests/di
 trl-tools: $(STAMP) ## Install TRL for tests/unit/objective/test_trl.py.
 	$(VENV)/bin/python -m pip install --quiet --upgrade --no-deps --target $(TRL_TOOLS) \
 	    'trl==1.16.0' 'datasets==5.2.0' 'dill==0.4.1' 'multiprocess==0.70.19' 'pandas==3.1.1' 'xxhash==4.1.0'
+
+vllm-tools: $(STAMP) ## Install vLLM for tests/dist/test_weights.py (350 MB to fetch).
+	$(VENV)/bin/python -m pip install --quiet --upgrade --no-deps --target $(VLLM_TOOLS) \
+	    'vllm==0.33.0' 'cachetools==8.0.2' 'cbor2==6.3.0' 'certifi' 'msgspec==0.22.0' 'openai==3.57.0' \
+	    'openai-harmony==0.0.8' 'pybase64==1.5.1' 'pyzmq==27.3.0' 'requests==2.34.2' 'sniffio==1.3.1'
 
 lint: $(STAMP) ## Check style and types.
 	$(VENV)/bin/ruff check .

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -20,13 +24,15 @@ from megavlm.weights import Weights, _units
 from tests.support import hf
 from tests.support.covering import slow
 from tests.support.live_bytes import LiveBytes, standing_tensors
-from tests.support.pool import Pools
+from tests.support.pool import Pool, Pools
 from tests.support.tiny_models import FAMILIES, SINGLE, square
 from tests.support.training import train_composed
 
 RUN = "--precision bf16 --seq-length 48 --gbs 4 --lr 1e-2 --lr-warmup-iters 0 --train-iters 2 --no-tensorboard"
 LORA = "--freeze projector --lora-rank 2 --lora-targets language vision --lora-alpha 8"
 BUCKET = 20_000  # bytes, so that there are several
+ROOT = Path(__file__).parents[2]
+VLLM = ROOT / "build/vllm"
 
 
 def train_and_send(argv: list[str], run_dir: str, port: int, adapters: bool) -> None:
@@ -114,12 +120,114 @@ def test_a_receiver_gets_what_an_export_has(
         pools(world).run(train_and_send, argv, run, store.port, alone)
         other.result()
     assert convert.main([command, run, str(tmp_path / "out")]) == 0
-    received, exported = load_file(out), {}
-    for file in (tmp_path / "out").glob("*.safetensors"):
+    exported = compared(Path(out), tmp_path / "out")
+    before = load_file(folder / "model.safetensors")
+    assert alone or not all(torch.equal(value, before[name]) for name, value in exported.items()), "nothing was trained"
+
+
+def compared(received_file: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of an exported folder, which have to be those of the file."""
+    received, exported = load_file(received_file), dict[str, torch.Tensor]()
+    for file in folder.glob("*.safetensors"):
         exported |= load_file(file)
     assert received.keys() == exported.keys()
     for name, value in exported.items():
         assert received[name].dtype == value.dtype, name
         assert torch.equal(received[name].view(torch.uint8), value.view(torch.uint8)), name
-    before = load_file(folder / "model.safetensors")
-    assert alone or not all(torch.equal(value, before[name]) for name, value in exported.items()), "nothing was trained"
+    return exported
+
+
+class Wire:
+    """What vLLM's engines take for a communicator of NCCL: what one end broadcasts, the other end receives."""
+
+    def __init__(self, sent: queue.Queue[torch.Tensor], receives: bool) -> None:
+        self._sent, self._receives = sent, receives
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: object = None) -> None:
+        assert src == 0
+        if self._receives:
+            came = self._sent.get(timeout=60)
+            assert (came.shape, came.dtype) == (tensor.shape, tensor.dtype)  # NCCL itself would not notice
+            tensor.copy_(came)
+        else:
+            self._sent.put(tensor.clone())
+
+
+def transfer(argv: list[str], run_dir: str, out: str, packed: bool) -> None:
+    """Train, and send the weights before the run closes by vLLM's engines, of which rank 0 has both."""
+    closing = loop.close
+
+    def send(run: Any, error: BaseException | None = None) -> None:
+        if error is None:
+            _transfer(run, out, packed)
+        closing(run, error)
+
+    with patch.object(loop, "close", send):
+        train_composed(argv, run_dir)
+
+
+def _transfer(run: Any, out: str, packed: bool) -> None:
+    sys.path.append(str(VLLM))
+    from vllm.distributed.weight_transfer import nccl_engine as engines
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    text = (ROOT / "docs/after-training.md").read_text().split("```python\n")
+    names: dict[str, Any] = {"weights": Weights(run.engine.trained(), run.config, run.run_dir, bucket_bytes=BUCKET)}
+    exec(next(block for block in text if "WeightSource" in block.split("```")[0]).split("```")[0], names)
+    received: dict[str, torch.Tensor] = {}
+    model = MagicMock()  # clones what it is given, since NCCL's buffers are used again
+    model.load_weights = lambda found: received.update((name, each.clone()) for name, each in found)
+    config: Any = SimpleNamespace(parallel_config=None, model_config=None)
+    worker = engines.NCCLWeightTransferEngine(config, config, torch.device("cpu"), model)
+    sent = queue.Queue[torch.Tensor]()
+    client = SimpleNamespace(
+        init_weight_transfer_engine=lambda info: worker.init_transfer_engine(worker.parse_init_info(info)),
+        start_weight_update=lambda: None,
+        update_weights=lambda info: worker.receive_weights(worker.parse_update_info(info)),
+        finish_weight_update=lambda: None,
+    )
+    with contextlib.ExitStack() as patches:
+        # A check of speculative models, whose module imports all of vLLM.
+        unused = SimpleNamespace(disable_mtp_completeness_check=contextlib.nullcontext)
+        patches.enter_context(patch.dict(sys.modules, {"vllm.model_executor.model_loader.mtp_validation": unused}))
+        for owner, name, value in (
+            (engines, "open_trainer_endpoint", lambda info: Wire(sent, False)),
+            (engines, "worker_init_process_group", lambda info, parallel: Wire(sent, True)),
+            (packed_tensor, "_get_streams", lambda device, number: [MagicMock()] * number),
+            (torch.cuda, "current_stream", lambda: None),
+            (torch.cuda, "stream", contextlib.nullcontext),
+            (torch.accelerator, "current_device_index", lambda: 0),
+            (torch.accelerator, "current_stream", MagicMock()),
+            (torch, "Event", MagicMock()),
+            (torch.Tensor, "record_stream", lambda self, stream: None),
+        ):
+            patches.enter_context(patch.object(owner, name, value))
+        info = engines.NCCLTrainerInitInfo("", 1, 2, packed, 3 * BUCKET, rank=dist.get_rank())
+        engine = engines.NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=names["source"])
+        for _ in range(2):  # the second time without a description
+            received.clear()
+            engine.send_weights()
+    if dist.get_rank() == 0:
+        save_file(received, out)
+
+
+@pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed: make vllm-tools")
+@pytest.mark.parametrize(
+    ("family", "flags", "packed"),
+    [
+        slow("qwen3-vl", "--tp 2", True),
+        slow("internvl-moe", "--pp 2", False),
+        slow("gemma3", "--data-parallel-sharding full", True),
+    ],
+)
+def test_engines_of_vllm_take_the_weights(tmp_path: Path, family: str, flags: str, packed: bool) -> None:
+    folder = hf.save(FAMILIES[family][0](), tmp_path / "hf")
+    argv = f"{RUN} {flags} --init-from {folder} --image-sizes {square(family)}".split()
+    run, out = str(tmp_path / "run"), tmp_path / "received"
+    pool = Pool(2)  # of its own: vLLM changes what other tests would find
+    try:
+        pool.run(transfer, argv, run, str(out), packed)
+    finally:
+        pool.close()
+    assert convert.main(["export", run, str(tmp_path / "out")]) == 0
+    compared(out, tmp_path / "out")
