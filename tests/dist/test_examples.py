@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def shortened(example: Example) -> tuple[str, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_examples_of_a_page_run(page: Path, folder: Path) -> None:
+    shutil.rmtree(folder / "runs/latest", ignore_errors=True)  # of another page: commands without --run-dir resume it
     for example in examples(page):
         if example.elsewhere or example.words[1] == "examples/first_run/small_model.py":
             continue
