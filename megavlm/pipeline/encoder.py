@@ -23,6 +23,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
+from megavlm.arch.image_tokens import Grid
 from megavlm.arch.layers import encoder_names, part_of, trained_layers
 from megavlm.backend.accelerator import profiler_range
 from megavlm.config.schema import Config
@@ -87,6 +88,7 @@ class EncoderRunner:
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._dropout = dropout > 0 or (self.trained and config.lora.dropout > 0)
         self._passes: list[_EncoderPass] = []
+        self.encoded: list[Grid] = []  # with a cache: of images that this rank counts as encoded, and not found
         self.device = next(iter(module.parameters())).device
         self._chunk_patches = chunk_patches(config, on_gpu=self.device.type == "cuda")
         self._dtype = next(iter(module.parameters())).dtype
@@ -133,6 +135,7 @@ class EncoderRunner:
                 index = missing.pop(0)
                 if self._groups.is_first_tp:
                     cache.put(keys[index], features)
+                    self.encoded += images[index].sizes.grids
                 found[index] = features
             yield
         held = [features.to(self.device) for features in found if features is not None]

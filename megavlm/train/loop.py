@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -140,7 +140,14 @@ def take_step(run: Run, iteration: int, hooks: Hooks) -> Step:
         encodes_ahead = run.config.placement.encode_ahead and has_next and not guard.leaves_out(iteration + 1)
         upcoming = run.data_loader.peek().batches if encodes_ahead else None
     fetched = time.perf_counter() - began
-    counters = partial(ahead.counters, counts_of(data, run.engine.groups, run.config.model))
+    colocated = run.engine.schedule.colocated
+    encoded = colocated.encoder.encoded if colocated is not None and run.config.placement.vision_cache else None
+    if encoded:
+        encoded.clear()  # those of the step before, and of a validation
+
+    def counters() -> Sequence[float]:
+        return ahead.counters(counts_of(data, run.engine.groups, run.config.model, encoded))
+
     if guard.leaves_out(iteration):
         result = run.engine.leave_out(counters)
     else:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.arch.image_tokens import Grid
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.workload import image_workload, sliding_squares, sound_work
 from megavlm.config.derived import has_experts
@@ -181,12 +182,18 @@ class Counts:
         return [float(getattr(self, each.name)) for each in fields(self)]
 
 
-def counts_of(step: StepData, groups: Groups, model: ModelConfig) -> Counts:
-    """Return the counts of a step on the reader of a replica, and zeros on its other ranks."""
+def counts_of(step: StepData, groups: Groups, model: ModelConfig, encoded: Sequence[Grid] | None = None) -> Counts:
+    """Return the counts of a step on the reader of a replica, and zeros on its other ranks.
+
+    With `--vision-cache`, `encoded` has the grids of the images that this rank has encoded in the step, those of the
+    next one included (`--encode-ahead`): each rank counts its own.
+    """
+    if encoded is None:
+        encoded = [grid for batch in step.batches for grid in batch.image_sizes.grids] if groups.is_reader else ()
+    images = image_workload(encoded, model)
+    work = {name: getattr(images, name) for name in ("patches", "patch_squares", "window_squares", "features")}
     if not groups.is_reader:
-        return Counts()
-    grids = [grid for batch in step.batches for grid in batch.image_sizes.grids]
-    images = image_workload(grids, model)
+        return Counts(**work)
     lengths = [length for batch in step.batches for length in batch.text.lengths]
     return Counts(
         tokens=sum(batch.text.num_tokens for batch in step.batches),
@@ -194,10 +201,7 @@ def counts_of(step: StepData, groups: Groups, model: ModelConfig) -> Counts:
         samples=len(lengths),
         image_tokens=sum(batch.text.feature_positions.numel() for batch in step.batches),
         images=sum(batch.image_sizes.num_images for batch in step.batches),
-        patches=images.patches,
-        patch_squares=images.patch_squares,
-        window_squares=images.window_squares,
-        features=images.features,
+        **work,
         token_squares=sum(length * length for length in lengths),
         sliding_squares=sum(sliding_squares(length, model.language.window_size) for length in lengths),
         **sound_work([each for batch in step.batches if batch.sounds for each in batch.sounds.frames], model),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,6 +44,14 @@ def test_features_come_from_disk_once_they_are_there(pools, plain, tmp_path, wor
     pools(world).run(train_without_encoder, argv, str(tmp_path / "second"))
     for run in ("first", "second"):
         assert_same_curve(metrics(tmp_path / run), metrics(plain))
+    flops = [np.array(flops_of(run)) for run in (plain, tmp_path / "first", tmp_path / "second")]
+    assert flops[1] * world == pytest.approx(flops[0] * 2), "each image was encoded once"
+    assert (flops[2] < 0.99 * flops[1]).all(), "an encoder that does not run counts nothing"
+
+
+def flops_of(run: Path) -> list[float]:
+    """TFLOPs of a device in each step."""
+    return [row["model_tflops_per_device"] * row["step_time_s"] for row in metrics(run)]
 
 
 def train_with_files_that_vanish(argv: list[str], run_dir: str) -> None:

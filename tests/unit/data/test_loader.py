@@ -162,6 +162,11 @@ def test_counts_sum_to_the_global_batch() -> None:
     assert whole.images == sum(len(sample.images) for sample in samples)
     assert whole.image_tokens == sum(int(np.sum(sample.tokens == source.image_token)) for sample in samples)
     assert whole.patches == whole.image_tokens, "without pixel shuffle a patch is a token"
+    cached = [
+        counts_of(StepData(alone[0], 0, (), None), SimpleNamespace(is_reader=each), CONFIG.model, [(2, 3)])
+        for each in (True, False)
+    ]
+    assert [(each.patches, each.tokens) for each in cached] == [(6, whole.tokens), (6, 0)]
 
 
 def test_peek_shows_the_next_step_and_leaves_the_place():
