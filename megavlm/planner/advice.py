@@ -91,12 +91,15 @@ def explanation(found: SearchResult) -> str:
     evaluator, best = found.evaluator, found.best[0]
     model, world = evaluator.config.model, best.candidate.dims.world
     parameters = sum(model_parameters(name, model) for name in layer_names(model))
-    tried = [search_with(evaluator, world, space=each.space, top=1) for each in advised(parameters, world)]
+    advice = advised(parameters, world)
+    tried = [search_with(evaluator, world, space=each.space, top=1) for each in advice]
     running = [outcome.best[0] for outcome in tried if outcome.best]
     if not running:
-        lacks = [each.reason for outcome in tried for each in outcome.rejected] or [
-            "experts are sharded by ZeRO-1 alone"
-        ]
+        lacks = [each.reason for outcome in tried for each in outcome.rejected]
+        if not lacks:  # there was no layout to try
+            beyond = model.experts.num_experts and advice[0].sharding in ("optimizer_gradients", "full")
+            schedule = f"--schedule {evaluator.config.parallel.schedule} is not for PP{advice[0].pp} VPP1"
+            lacks = ["experts are sharded by ZeRO-1 alone" if beyond else schedule]
         return f"What guides advise for a model of this size cannot run: {lacks[0]}."
     theirs = min(running, key=lambda each: each.step.seconds)
     return " ".join(why(predicted(best, evaluator), predicted(theirs, evaluator)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megavlm.arch.dims import Dims
@@ -79,3 +81,6 @@ def test_a_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         SMALL, 2, PROFILES["h100"], space=Space(pp=(1,), tp=(1,), sharding=("none",), placement=("stages",)), top=1
     )
     assert explanation(best) == f"The best layout is what guides advise: {best.best[0].candidate.label}."
+    split = replace(SMALL, parallel=replace(SMALL.parallel, schedule="zb-h1"))
+    found = search(split, 2, PROFILES["h100"], space=Space(pp=(2,), tp=(1,), placement=("stages",)), top=1)
+    assert explanation(found).endswith("cannot run: --schedule zb-h1 is not for PP1 VPP1.")
