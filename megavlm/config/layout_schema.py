@@ -194,8 +194,8 @@ class PlacementConfig:
     )
     hardware: str = option(
         "cpu",
-        "Device for --plan auto, and for the step time that --dry-run predicts: a100, h100, h200, b200, gh200, l40s, a "
-        "cloud's machine type, cpu, or a JSON file from megavlm calibrate.",
+        "Device for --plan auto, and for the step time that --dry-run predicts: a100, h100, h200, b200, gh200, l40s, "
+        "l4, a cloud's machine type, cpu, or a JSON file from megavlm calibrate.",
     )
     pipeline_cuts: tuple[int, ...] | None = option(
         None,

@@ -72,7 +72,8 @@ def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
     options.labels = pairs("--label", options.label)
     if (folder := run_dir_of(options)) is not None and not any(word.partition("=")[0] == "--run-dir" for word in flags):
         flags = (*flags, "--run-dir", folder)
-    options.gpu = options.gpu or _gpu_of(options.machine)
+    known = find_machine(options.machine)
+    options.gpu = options.gpu or (None if known is None else known.gpu)
     machine = MACHINES.get(options.machine)
     gpus = machine.count if machine is not None else 8
     job, config_file = checked(options, flags, lambda path: _staged(path, options), complaints, gpus=gpus)
@@ -82,12 +83,6 @@ def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
         print(json.dumps({"parent": _parent(options), "customJob": described, "uploads": uploads}, indent=2))
         return 0
     return _submit(custom_job(job, options), options, uploads)
-
-
-def _gpu_of(machine: str) -> str | None:
-    """Return the planner's name of a machine type's GPUs, those of the type of eight in its series; None if unknown."""
-    found = find_machine(machine) or find_machine(re.sub(r"-\d+g$", "-8g", machine))
-    return None if found is None else found.gpu
 
 
 def seconds(text: str) -> int:

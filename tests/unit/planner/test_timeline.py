@@ -338,6 +338,8 @@ def test_a_machine_has_the_profile_of_its_gpu_and_a_network_of_its_own():
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server"),
         ("NVIDIA H200 MIG 1g.18gb", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from megavlm.command_line.parsing import parse
+from megavlm.planner.hardware import find_machine
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.launch import main
 from megavlm.programs.launch.vertex import MACHINES, complaints, custom_job
@@ -82,6 +83,10 @@ def test_machines_have_their_accelerators():
     for machine in MACHINES.values():
         if found := re.search(r"-(\d+)g$", machine.name):
             assert machine.count == int(found[1])
+        planned = find_machine(machine.name)
+        assert planned is not None
+        assert planned.gpus == machine.count
+        assert planned.gpu.split("-")[0].upper() in machine.accelerator, "its memory is checked"
         assert all((ROOT / f"launch/profiles/{profile}.env").exists() for profile in machine.profiles)
 
 
