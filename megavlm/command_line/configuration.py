@@ -8,9 +8,11 @@ from functools import partial
 
 from megavlm.command_line.parsing import parse
 from megavlm.config.derived import starts_from
+from megavlm.config.option import data_kind
 from megavlm.config.schema import Config, ParallelConfig
 from megavlm.errors import UserError
 from megavlm.rules.check import check, usable_world
+from megavlm.rules.defaults import is_set, resolve
 from megavlm.storage.cache import is_here
 
 
@@ -72,6 +74,23 @@ def with_model(config: Config, *, weights: bool = True) -> Config:
             raise
         without = " ".join(f"{option} none" for option in places)
         raise UserError(f"{error}; {without} begins with random weights of that size") from error
+
+
+def with_vocabulary(config: Config, *, otherwise: int) -> tuple[Config, str]:
+    """Return the resolved configuration, with the vocabulary size of its tokenizer unless it has one, and "". If no
+    tokenizer can be read here, the size is `otherwise`, as for synthetic samples, and the reason comes second.
+    """
+    found, unknown = otherwise, ""
+    if not is_set(config.model.language, "vocab_size") and data_kind(config) != "synthetic":
+        try:
+            from megavlm.train.build_source import vocab_size_of
+
+            found = vocab_size_of(config)
+        except ModuleNotFoundError as error:
+            unknown = f"{error.name} is not installed"
+        except UserError as error:
+            unknown = str(error)
+    return resolve(config, vocab_size=found), unknown
 
 
 def with_plan(config: Config, *, world: int) -> Config:

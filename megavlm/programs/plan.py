@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, count, reported
-from megavlm.command_line.configuration import with_model
+from megavlm.command_line.configuration import with_model, with_vocabulary
 from megavlm.command_line.parsing import parse
 from megavlm.config.messages import did_you_mean, plain, several
 from megavlm.config.schema import Config, DataConfig
@@ -27,7 +27,6 @@ from megavlm.planner.hardware import MACHINES, PROFILES, Machine, find_machine, 
 from megavlm.planner.report import report
 from megavlm.planner.search import check_images, search
 from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
-from megavlm.rules.defaults import resolve
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.load import to_yaml
 
@@ -97,7 +96,7 @@ def plan(options: argparse.Namespace) -> int:
     The report is printed last, because its reader may stop early.
     """
     given = configuration(options)
-    config = resolve(given, vocab_size=VOCABULARY)
+    config, unknown = with_vocabulary(given, otherwise=VOCABULARY)
     check_images(config)
     machine = machine_of(options)
     name = options.gpu or "h100" if machine is None else machine.name
@@ -125,8 +124,8 @@ def plan(options: argparse.Namespace) -> int:
         print(f"wrote {options.out}")
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(f"a step has {several(batch, 'sequence')} (--gbs) of {length:,} tokens, {batch * length:,} in all")
-    if config.model.language.vocab_size == VOCABULARY and config.data.kind != "synthetic":
-        print(f"a vocabulary of {VOCABULARY} tokens is assumed: set your tokenizer's, model.language.vocab_size")
+    if unknown:
+        print(f"a vocabulary of {VOCABULARY} tokens is assumed: model.language.vocab_size is not set, and {unknown}")
     print(report(outcome, explain=options.explain))
     if outcome.best and machine is not None:
         print("", *costs(options, config, outcome.best[0], machine), sep="\n")

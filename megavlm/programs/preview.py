@@ -25,7 +25,6 @@ from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.html import document, dot, facts, picture, section, table
 from megavlm.inputs.bad_sample import BadSample, Skipped
-from megavlm.rules.defaults import resolve
 
 _MOST_SKIPPED = 5  # examples that are listed for each reason
 _SIDE, _FRAME = 2048, 320  # most pixels of the longer side of an image, and of a video frame
@@ -78,7 +77,7 @@ def _tokens(config: Config, file: str, *, most: int) -> int:
 
     The file has lines {"record": …, "tokens": […]}. Return the exit status: 1 if its tokens differ.
     """
-    source = FilesSource(resolve(replace(config, data=replace(config.data, shuffle=False, validation_split=0.0))))
+    source = FilesSource(replace(config, data=replace(config.data, shuffle=False, validation_split=0.0)))
     if not file:
         for own in islice(source.prompts_as_tokens(), most):
             print(json.dumps(asdict(own)))
@@ -113,7 +112,7 @@ def page(config: Config, *, most: int, title: str) -> str:
     """
     if not config.data.datasets:
         raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
-    source = FilesSource(resolve(config))
+    source = FilesSource(config)
     records = source.first_window()
     usable = [record for record in records if record.samples]
     samples, undecodable = _samples(source, usable, most)
