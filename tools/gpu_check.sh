@@ -30,6 +30,8 @@ while [ $# -gt 0 ]; do
     esac
 done
 [[ ${part:-1} =~ ^[1-5]$ ]] || { echo "gpu_check.sh: --part is 1, 2, 3, 4 or 5, not $part" >&2 && exit 2; }
+if [ -n "$minutes" ]; then others=$part${device#cuda}; else others=$items$rehearse; fi # options of the other way
+[ -z "$others" ] || { echo 'gpu_check.sh: --items and --rehearse need --minutes, which takes no --part or --device' >&2 && exit 2; }
 [ -z "$nccl" ] || [ -f "$nccl" ] || { echo "gpu_check.sh: --nccl $nccl is no file: name a libnccl.so.2" >&2 && exit 2; }
 [ -z "$nccl" ] || nccl=$(realpath "$nccl")
 if [[ $nccl = *.xz ]]; then

@@ -63,7 +63,8 @@ class Check:
                 left, known = self.deadline - time.monotonic(), self.known()
                 if item.name in known:
                     continue
-                if item.instead_of and not known.get(item.instead_of, "").startswith("FAILED"):
+                failed = known.get(item.instead_of, "").startswith("FAILED")
+                if item.instead_of and not failed and not self.options.items:
                     continue
                 if item.ranks and refusal:
                     print(f"== {number} {item.name}: skipped: {refusal}", flush=True)
@@ -131,7 +132,7 @@ class Check:
         known = self.known()
         print(f"\n{self.record}")
         for number, item in enumerate(items, 1):
-            if not item.instead_of or item.name in known:
+            if not item.instead_of or item.name in known or self.options.items:
                 print(f"{number:3} {item.name:20} {known.get(item.name, 'not run'):20} {item.decides}")
 
 

@@ -106,6 +106,13 @@ def test_ranks_with_a_device_each_need_neither(check: Shell) -> None:
     assert not (check.seen / "mps").exists()
 
 
+@pytest.mark.parametrize("options", ["--rehearse", "--items engine", "--minutes 30"])
+def test_options_of_the_half_hour_and_of_the_parts_do_not_mix(check: Shell, options: str) -> None:
+    ended = check.run(*options.split(), found="4 22809")
+    assert ended.returncode == 2
+    assert ended.stderr == "gpu_check.sh: --items and --rehearse need --minutes, which takes no --part or --device\n"
+
+
 JUNIT = """<testsuites><testsuite>
 <testcase name="test_a" time="1.25"/>
 <testcase name="test_b" time="0.5"><failure message="boom">long</failure></testcase>
@@ -296,6 +303,8 @@ def test_what_has_ended_is_recorded_and_not_run_again(script, tmp_path, monkeypa
     assert ran()[3:] == ["ran a"], "the one that was lost"
     run("--rehearse")
     assert ran()[4:] == [f"ran {name}" for name in ("a", "b", "instead-of-b", "many")]
+    run("--items", "instead-of-a")
+    assert "ran instead-of-a" in ran()[8:], "what is named runs"
 
 
 GIB = 2**30
