@@ -32,12 +32,14 @@ def tensor_parallelism(config: Config) -> Iterator[str]:
     vision_tp, option = parallel.vision_tensor_model_parallel_size, "--vision-tp"
     if config.placement.encoder == "stages":
         vision_tp, option = tp if has_vision(model) else 1, "--tensor-model-parallel-size"
+    audio_tp = vision_tp if model.audio.num_layers else 1
     if model.projector.kind != "linear" and is_set(model.projector, "hidden_size"):
         projector = ("model.projector.hidden_size", model.projector.hidden_size)
     else:
         projector = ("model.language.hidden_size (the width of the projector)", model.language.hidden_size)
     for name, width, of, ranks in (
         ("model.vision.ffn_hidden_size", model.vision.ffn_hidden_size, option, vision_tp),
+        ("model.audio.ffn_hidden_size", model.audio.ffn_hidden_size, option, audio_tp),
         ("model.language.ffn_hidden_size", model.language.ffn_hidden_size, "--tensor-model-parallel-size", tp),
         (*projector, option, vision_tp),
     ):
