@@ -119,6 +119,11 @@ def _predictors(model: ModelConfig) -> Iterator[str]:
         yield from (f"{MTP_INPUT}{depth}", f"{LANGUAGE_LAYER}{first + depth}", f"{MTP_NORM}{depth}")
 
 
+def is_audio(name: str) -> bool:
+    """Return whether a layer belongs to the audio encoder or its projector."""
+    return kind_of(name) in _OF_AUDIO
+
+
 def is_merged(name: str, vision: VisionConfig) -> bool:
     """Return whether a layer comes after the tower's merger, so that it reads merged patches."""
     kind, number = split_name(name)
@@ -193,9 +198,8 @@ def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -
 
     Features of images and of DeepStack's mergers go to the language model only; no other encoder depends on them.
     """
-    takes_all, is_audio = part_of(name) == "language", kind_of(name) in _OF_AUDIO
-    inner = (other for other in earlier if kind_of(other) != DEEPSTACK and (kind_of(other) in _OF_AUDIO) == is_audio)
-    return any(other in trained for other in (earlier if takes_all else inner))
+    inner = (other for other in earlier if kind_of(other) != DEEPSTACK and is_audio(other) == is_audio(name))
+    return any(other in trained for other in (earlier if part_of(name) == "language" else inner))
 
 
 def carried_features(earlier: Sequence[str]) -> int:

@@ -9,6 +9,8 @@ from megavlm.arch.image_tokens import Grid, features_of, tokens_per_grid, window
 from megavlm.config.derived import has_vision, tower_merge, usual_side
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
+# Fields of a workload that are of images and sounds.
+OF_ENCODERS = ("patches", "patch_squares", "window_squares", "features", "frames", "frame_squares", "sounds")
 USUAL_FRAMES = 1000  # mel frames of a sample's sound, where nothing says how many: ten seconds
 
 

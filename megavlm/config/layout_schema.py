@@ -153,14 +153,14 @@ class PlacementConfig:
 
     encoder: Literal["stages", "colocated"] = option(
         "stages",
-        "Where the vision encoder runs: in pipeline stages, or colocated on every rank.",
+        "Where the encoders run: in pipeline stages, or colocated on every rank.",
         flag="--placement",
         common=LAYOUT,
     )
     encoder_chunk_patches: Count | None = option(
         None,
-        "Colocated encoder: maximum number of patches per encoder pass (at least one image), which bounds "
-        "activation memory; default: 16384 on a GPU, 4096 on a CPU.",
+        "Colocated encoder: maximum number of patches, or of mel frames, per encoder pass (at least one image), which "
+        "bounds activation memory; default: 16384 on a GPU, 4096 on a CPU.",
         needs=COLOCATED,
     )
     encoder_keep_chunks: Natural = key_only(
@@ -176,8 +176,8 @@ class PlacementConfig:
     )
     vision_cache: str | None = option(
         None,
-        "Colocated, frozen encoder: folder of cached image features, which runs with the same encoder can share; "
-        "default: no cache.",
+        "Colocated, frozen encoder: folder of cached features, which runs with the same encoder can share; default: no "
+        "cache.",
         needs=COLOCATED,
     )
     vision_cache_size: Positive = key_only(

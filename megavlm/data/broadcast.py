@@ -34,7 +34,7 @@ class ReplicaBroadcast:
     The first rank of `replica` reads. `vision_group` are the ranks that encode images, the reader first; None on a rank
     that encodes none. Each of them encodes all images, or with `assignment` its assigned images. `hosts` is the replica
     as a group that exchanges host memory, so that messages do not wait for the device. `audio_ranks` are the ranks in
-    it that encode sounds.
+    it that encode sounds, all of each micro-batch; with `assignment` each encodes its assigned ones.
     """
 
     replica: dist.ProcessGroup
@@ -52,9 +52,9 @@ class ReplicaBroadcast:
         """Return, on every rank and in host memory, the step that `read` returns on the replica's first rank.
 
         Returns None if `read` returns None. With `assignment` each rank has the patches of its own images, on the
-        device; else `vision_group` receives patches when a micro-batch is copied to the device. `audio_ranks` have the
-        mel features of all sounds. A UserError of the reader is raised on every rank, so that no rank waits for data in
-        vain.
+        device; else `vision_group` receives patches when a micro-batch is copied to the device. Ranks that encode
+        sounds have the mel features. A UserError of the reader is raised on every rank, so that no rank waits for data
+        in vain.
         """
         if self.replica.size() == 1:
             return read()
@@ -100,24 +100,36 @@ class ReplicaBroadcast:
         return deserialize(text, message[start:]) if is_step else UserError(text.decode())
 
     def _with_sounds(self, step: StepData) -> StepData:
-        """Send mel features from the reader to `audio_ranks`, in host memory; other ranks have none."""
-        others = [rank for rank in self.audio_ranks if rank]
+        """Send the mel features of each sound from the reader to the ranks that encode it, in host memory.
 
-        def received(batch: MicroBatch) -> MicroBatch:
-            sounds = batch.sounds
-            if sounds is None or not sounds.frames:
-                return batch
+        Other ranks have none, or of other sounds of the micro-batch an empty place.
+        """
+        pairs = zip(step.batches, self._hearers(step.batches), strict=True)
+        return replace(step, batches=[self._with_mels(*pair) for pair in pairs])
+
+    def _hearers(self, batches: Sequence[MicroBatch]) -> list[list[Sequence[int]]]:
+        """Return, for each micro-batch and each of its sounds, the ranks that encode it."""
+        frames = [batch.sound_frames for batch in batches]
+        if self.assignment is None:
+            return [[self.audio_ranks] * len(each) for each in frames]
+        width = self.assignment.width
+        encoders = self.assignment.encoders([batch.image_sizes for batch in batches], frames)[len(batches) :]
+        return [[range(one * width, (one + 1) * width) for one in each.tolist()] for each in encoders]
+
+    def _with_mels(self, batch: MicroBatch, hearers: Sequence[Sequence[int]]) -> MicroBatch:
+        sounds, rank = batch.sounds, self.replica.rank()
+        if sounds is None or not (self.reads or any(rank in each for each in hearers)):
+            return batch
+        mels = sounds.mels if self.reads else torch.empty(sounds.mels.shape, pin_memory=self.device.type == "cuda")
+        sending: list[Any] = []
+        for sound, ranks in zip(mels.split(sounds.frames), hearers, strict=True):
             if self.reads:
-                sending = [dist.isend(sounds.mels, group=self.hosts, group_dst=rank) for rank in others]
-                for sent in filter(None, sending):
-                    sent.wait()
-                return batch
-            mels = torch.empty(sounds.mels.shape, pin_memory=self.device.type == "cuda")
-            dist.recv(mels, group=self.hosts, group_src=0)
-            return replace(batch, sounds=replace(sounds, mels=mels))
-
-        takes_part = self.reads or self.replica.rank() in others
-        return replace(step, batches=list(map(received, step.batches))) if takes_part else step
+                sending += [dist.isend(sound, group=self.hosts, group_dst=other) for other in ranks if other]
+            elif rank in ranks:
+                dist.recv(sound, group=self.hosts, group_src=0)
+        for sent in filter(None, sending):
+            sent.wait()
+        return replace(batch, sounds=replace(sounds, mels=mels))
 
     def _with_pixels(self, step: StepData) -> StepData:
         if self.vision_group is None:

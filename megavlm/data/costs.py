@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import encoder_names, layer_names, part_of
-from megavlm.arch.workload import Workload, image_workload, sliding_squares, sound_work
+from megavlm.arch.workload import OF_ENCODERS, Workload, image_workload, sliding_squares, sound_work
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.types import SampleCost
 from megavlm.inputs.batch import ImageSizes, Mask
 
-_OF_ENCODERS = ("patches", "patch_squares", "window_squares", "features", "frames", "frame_squares", "sounds")
 _OF_TEXT = ("tokens", "token_squares", "sliding_squares", "trained_tokens")  # fields of `Workload`, as those are
 
 
@@ -30,7 +29,7 @@ class CostModel:
     """Coefficients of the forward FLOPs, a linear function of the fields of a workload."""
 
     model: ModelConfig
-    vision: tuple[float, ...]  # in the order of `_OF_ENCODERS`
+    vision: tuple[float, ...]  # in the order of `OF_ENCODERS`
     language: tuple[float, ...]  # in the order of `_OF_TEXT`
 
     @classmethod
@@ -42,7 +41,7 @@ class CostModel:
 
         return cls(
             model=model,
-            vision=tuple(unit(field, "vision", "projector") for field in _OF_ENCODERS),
+            vision=tuple(unit(field, "vision", "projector") for field in OF_ENCODERS),
             language=tuple(unit(field, "language") for field in _OF_TEXT),
         )
 
@@ -57,7 +56,7 @@ class CostModel:
             length=length,
             patches=sum(rows * columns for rows, columns in grids),
             images=images,
-            vision=sum(unit * getattr(work, field) for unit, field in zip(self.vision, _OF_ENCODERS, strict=True)),
+            vision=sum(unit * getattr(work, field) for unit, field in zip(self.vision, OF_ENCODERS, strict=True)),
             language=sum(unit * count for unit, count in zip(self.language, text, strict=True)),
         )
 
@@ -75,11 +74,14 @@ class ImageAssignment:
         """Return the assignment of a run whose model replicas have `ranks` ranks each."""
         return cls(config.model, ranks, config.parallel.vision_tensor_model_parallel_size)
 
-    def encoders(self, sizes: Sequence[ImageSizes]) -> list[NDArray[np.int64]]:
-        """Return, for each micro-batch of a step, the encoder [N] of each of its images."""
+    def encoders(self, sizes: Sequence[ImageSizes], sounds: Sequence[Sequence[int]] = ()) -> list[NDArray[np.int64]]:
+        """Return, for each micro-batch of a step, the encoder [N] of each of its images, then, for each, those of its
+        sounds of so many mel frames. Where images go does not depend on sounds.
+        """
         flops = [encoder_flops(image.grids, self.model) for each in sizes for image in each.split()]
-        encoders = np.array(assign_longest_first(flops, self.ranks // self.width), dtype=np.int64)
-        return np.split(encoders, np.cumsum([each.num_images for each in sizes])[:-1])
+        heard = [encoder_flops((), self.model, frames) for each in sounds for frames in each]
+        encoders = np.array(assign_longest_first(flops, self.ranks // self.width, heard), dtype=np.int64)
+        return np.split(encoders, np.cumsum([*(each.num_images for each in sizes), *map(len, sounds)])[:-1])
 
     def by_rank(self, sizes: Sequence[ImageSizes]) -> list[list[Mask]]:
         """Return, for each micro-batch of a step and each rank, the mask [N] of the images that the rank encodes."""
@@ -91,22 +93,24 @@ class ImageAssignment:
 
 
 @lru_cache(maxsize=4096)
-def encoder_flops(grids: tuple[tuple[int, int], ...], model: ModelConfig) -> float:
-    """Return the forward FLOPs of the vision encoder for one image of the given grids of patches."""
-    work = image_workload(grids, model)
+def encoder_flops(grids: tuple[tuple[int, int], ...], model: ModelConfig, *sounds: int) -> float:
+    """Return the forward FLOPs of the encoders for one image of these grids of patches, and sounds of mel frames."""
+    work = replace(image_workload(grids, model), **sound_work(sounds, model))
     return sum(layer_cost(name, model, work).forward_flops for name in encoder_names(model))
 
 
-def assign_longest_first(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+def assign_longest_first(costs: Sequence[float], ranks: int, later: Sequence[float] = ()) -> tuple[int, ...]:
     """Return the rank of each item: items go to the least loaded rank, the costliest first (LPT; Graham 1969).
 
-    The largest load is at most 4/3 of the optimum. Every rank computes the same assignment from the same costs: items
-    of equal cost are assigned in order, and the lowest of equally loaded ranks takes the item.
+    The largest load is at most 4/3 of the optimum. Items of costs `later` follow when all others are assigned. Every
+    rank computes the same assignment from the same costs: items of equal cost are assigned in order, and the lowest of
+    equally loaded ranks takes the item.
     """
     loads = [(0.0, rank) for rank in range(ranks)]
-    owners = [0] * len(costs)
-    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+    every = [*costs, *later]
+    owners = [0] * len(every)
+    for item in sorted(range(len(every)), key=lambda item: (item >= len(costs), -every[item], item)):
         load, rank = heapq.heappop(loads)
         owners[item] = rank
-        heapq.heappush(loads, (load + costs[item], rank))
+        heapq.heappush(loads, (load + every[item], rank))
     return tuple(owners)

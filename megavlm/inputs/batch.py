@@ -18,8 +18,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.arch.image_tokens import TileGroup, tokens_per_image
-from megavlm.config.schema import ProjectorConfig
+from megavlm.arch.image_tokens import TileGroup, features_of, tokens_per_image
+from megavlm.config.schema import ModelConfig, ProjectorConfig
 
 Mask = NDArray[np.bool_]
 _ROUTE = ("patch_rows", "sent", "received")  # tensors of `DealtImages`
@@ -91,6 +91,10 @@ class ImageBatch:
         patches = self.patches.split([each.num_patches for each in sizes])
         return [ImageBatch(size, part) for size, part in zip(sizes, patches, strict=True)]
 
+    def feature_counts(self, model: ModelConfig) -> list[int]:
+        """Return the number of features of each image."""
+        return self.sizes.image_tokens(model.projector)
+
     def select(self, chosen: Mask) -> ImageBatch:
         """Return a batch of the images that are True in `chosen` [N]; their patches are copied."""
         return ImageBatch(self.sizes.select(chosen), self.patches[torch.from_numpy(self.sizes.patch_rows(chosen))])
@@ -120,6 +124,15 @@ class SoundBatch:
     positions: Tensor  # [N] int64: audio tokens' indices into the flattened [B·S] …
     rows: Tensor  # [N] int64: … and their features' indices among those of the sounds, or among the received ones
     dealt: DealtImages | None = None
+
+    def split(self) -> list[SoundBatch]:
+        """Return one `SoundBatch` per sound, whose mel features are a view of this batch's, with all positions."""
+        parts = zip(self.frames, self.mels.split(self.frames), strict=True)
+        return [replace(self, frames=(length,), mels=part) for length, part in parts]
+
+    def feature_counts(self, model: ModelConfig) -> list[int]:
+        """Return the number of features of each sound."""
+        return [features_of(length, model.audio) for length in self.frames]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that have memory by name."""
@@ -266,11 +279,16 @@ class MicroBatch:
     sounds: SoundBatch | None = None  # None: none, or no audio encoder
 
     @classmethod
-    def of_images(cls, images: ImageBatch) -> MicroBatch:
-        """Return a micro-batch without text, for vision layers."""
+    def of_images(cls, images: ImageBatch | None, sounds: SoundBatch | None = None) -> MicroBatch:
+        """Return a micro-batch without text, for the layers of one encoder: of images, or of sounds."""
         none = torch.empty(0, 0, dtype=torch.int64)
         text = TextBatch(tokens=none, labels=none, loss_mask=none, positions=none, feature_positions=none)
-        return cls(text, images.sizes, images)
+        return cls(text, ImageSizes() if images is None else images.sizes, images, sounds=sounds)
+
+    @property
+    def sound_frames(self) -> tuple[int, ...]:
+        """Return the mel frames of each sound."""
+        return () if self.sounds is None else self.sounds.frames
 
     @property
     def num_features(self) -> int:

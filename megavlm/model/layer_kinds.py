@@ -147,8 +147,8 @@ def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _run_audio_embed(chunk: VLMChunk, name: str, hidden: Any, context: MicroBatchContext) -> Tensor:
-    """Keep the features of images as a state, which passes by the audio encoder; return the positions of sounds."""
-    context.states.append(hidden)
+    """Keep features of images as a state, if any, which passes by the audio encoder; return positions of sounds."""
+    context.states.extend([] if hidden is None else [hidden])
     sounds = context.batch.sounds
     return chunk.parts[name](None if sounds is None else sounds.mels, context.sound_layout)
 
@@ -158,7 +158,8 @@ def _run_audio_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroB
 
 
 def _run_audio_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
-    return torch.cat([context.states.pop(), chunk.parts[name](hidden, context.sound_layout)])
+    features = chunk.parts[name](hidden, context.sound_layout)
+    return torch.cat([context.states.pop(), features]) if context.states else features
 
 
 def _run_vision_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:

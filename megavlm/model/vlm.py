@@ -35,6 +35,7 @@ from megavlm.arch.layers import (
     VISION_LAYER,
     VISION_MERGER,
     carried_features,
+    is_audio,
     kind_of,
     layer_names,
     states_before,
@@ -176,8 +177,11 @@ class VLMChunk(MegatronModule):
         wants_logits = logits or top is not None
         context = self._context(batch, device=self.device, wants_logits=wants_logits, top=top)
         hidden, carried = self._received(context)
+        names = self.names
+        if not batch.text.tokens.numel():  # a colocated encoder runs on images or on sounds
+            names = tuple(name for name in names if is_audio(name) == (batch.sounds is not None))
         with self.execution.chunk(self.transformer_layers):
-            for name in self.names:
+            for name in names:
                 output = self.run_layer(name, hidden, context)
                 if kind_of(name) == DEEPSTACK:
                     carried.append(output)

@@ -3,14 +3,15 @@
 Every rank of a model replica (TP × CP × PP) holds an encoder, or with `--vision-tp` a shard of one. All of them know
 the sizes of all images of a step, so they compute the same assignment of images (`data/costs.py`) and the
 same routes; only features and their gradients are sent, in one all-to-all each. The features are leaf tensors of the
-language model's pipeline.
+language model's pipeline. An audio encoder is part of it: sounds are encoded as images are, after them.
 
-Legend: R rows of features of a window of micro-batches, in the order of their tokens; M ranks of a model replica.
+Legend: R rows of features of a step's micro-batches, in the order of their tokens: those of the images of all
+micro-batches, then those of their sounds; M ranks of a model replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.dims import RowSplit
+from megavlm.arch.image_tokens import features_of
 from megavlm.backend.accelerator import SideStream
 from megavlm.config.derived import sequence_parallel
 from megavlm.config.schema import Config
@@ -141,16 +143,17 @@ class ColocatedEncoder:
         features = self._send(self._own_features(batches), exchange.features(self._groups.replica_rank))
         self._begin_upcoming()
 
-        positions = [self._local_positions(batch, split) for batch in batches]
-        values: Sequence[Tensor | None] = [None] * len(batches)
+        positions, count = [self._local_positions(*each, split) for each in self._tokens(batches)], len(batches)
+        values: Sequence[Tensor | None] = [None] * count
         leaves: tuple[Tensor, ...] = ()
         if self._groups.coords.pp == 0:
             parts = features.split([len(each) for each in positions])
-            values = leaves = tuple(part.detach().requires_grad_(self._needs_gradients()) for part in parts)
+            leaves = tuple(part.detach().requires_grad_(self._needs_gradients()) for part in parts)
+            values = [_joined(leaves[number::count]) for number in range(count)]
         self._encoded = (exchange, leaves) if self._needs_gradients() else None
         return [
-            replace(batch, images=None, features=LocalFeatures(where, value))
-            for batch, where, value in zip(batches, positions, values, strict=True)
+            replace(batch, images=None, sounds=None, features=LocalFeatures(_joined(positions[number::count]), value))
+            for number, (batch, value) in enumerate(zip(batches, values, strict=True))
         ]
 
     def finish(self) -> None:
@@ -173,12 +176,12 @@ class ColocatedEncoder:
 
     def _exchange(self, batches: Sequence[MicroBatch], split: RowSplit) -> FeatureExchange:
         """Return which ranks send and receive each feature of a step."""
-        sizes = [batch.image_sizes for batch in batches]
-        projector = self._config.model.projector
-        counts = [count for each in sizes for count in each.image_tokens(projector)]
-        encoder = np.repeat(np.concatenate(self._assignment.encoders(sizes)), counts)
+        model = self._config.model
+        counts = [count for batch in batches for count in batch.image_sizes.image_tokens(model.projector)]
+        counts += [features_of(length, model.audio) for batch in batches for length in batch.sound_frames]
+        encoder = np.repeat(np.concatenate(self._encoders(batches)), counts)
         rows = senders(encoder, width=self._assignment.width)
-        shards = np.concatenate([self._shards(batch, split).numpy() for batch in batches])
+        shards = np.concatenate([self._shards(*each, split).numpy() for each in self._tokens(batches)])
         dims = self._groups.dims
         first_stage = [self._own_shard(tp, cp, split) for cp in range(dims.cp) for tp in range(dims.tp)]
         return feature_exchange_of(rows, shards, [*first_stage, *[-1] * (dims.replica - len(first_stage))])
@@ -194,7 +197,26 @@ class ColocatedEncoder:
         return features
 
     def _passes(self, batches: Sequence[MicroBatch]) -> EncoderPasses:
-        return self.encoder.forward([image for batch in batches for image in _images_of(batch).split()])
+        images = [image for batch in batches for image in _images_of(batch).split()]
+        sounds = [sound for batch in batches if batch.sounds is not None for sound in batch.sounds.split()]
+        encoders = np.concatenate(self._encoders(batches)[len(batches) :])
+        own = self._groups.replica_rank // self._assignment.width
+        return self.encoder.forward(
+            [*images, *(sound for sound, encoder in zip(sounds, encoders, strict=True) if encoder == own)]
+        )
+
+    def _encoders(self, batches: Sequence[MicroBatch]) -> list[Rows]:
+        sizes, sounds = [batch.image_sizes for batch in batches], [batch.sound_frames for batch in batches]
+        return self._assignment.encoders(sizes, sounds)
+
+    def _tokens(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, int]]:
+        """Yield, for each micro-batch, the positions [F] of image features and the length of its rows, then, in a model
+        that hears, for each the positions of features of sounds.
+        """
+        yield from ((batch.text.feature_positions, batch.text.tokens.shape[1]) for batch in batches)
+        for batch in batches if self._config.model.audio.num_layers else ():
+            none = batch.text.feature_positions[:0]
+            yield none if batch.sounds is None else batch.sounds.positions, batch.text.tokens.shape[1]
 
     def _begin_upcoming(self) -> None:
         if self._upcoming is None:
@@ -206,10 +228,9 @@ class ColocatedEncoder:
     def _needs_gradients(self) -> bool:
         return self.encoder.trained and torch.is_grad_enabled()
 
-    def _shards(self, batch: MicroBatch, split: RowSplit) -> Tensor:
+    def _shards(self, positions: Tensor, length: int, split: RowSplit) -> Tensor:
         """Return [F], each feature's shard of its row: tensor-parallel shards of context-parallel parts."""
-        text, length = batch.text, batch.text.tokens.shape[1]
-        owner, places = in_parts(text.feature_positions, split, length=length)
+        owner, places = in_parts(positions, split, length=length)
         own = length // split.ranks
         return owner * self._sequence_shards + places % own // (own // self._sequence_shards)
 
@@ -221,11 +242,10 @@ class ColocatedEncoder:
     def _sequence_shards(self) -> int:
         return self._groups.dims.tp if sequence_parallel(self._config) else 1
 
-    def _local_positions(self, batch: MicroBatch, split: RowSplit) -> Tensor:
-        """Return the positions [F'] of the features that this rank merges."""
+    def _local_positions(self, positions: Tensor, length: int, split: RowSplit) -> Tensor:
+        """Return those of the positions [F] whose features this rank merges."""
         at = self._groups.coords
-        chosen = self._shards(batch, split) == self._own_shard(at.tp, at.cp, split)
-        return batch.text.feature_positions[chosen]
+        return positions[self._shards(positions, length, split) == self._own_shard(at.tp, at.cp, split)]
 
     def _send(self, values: Tensor, route: Route) -> Tensor:
         """Return the rows [received, …] that this rank holds after an exchange, given its rows before."""
@@ -249,6 +269,10 @@ def _images_of(batch: MicroBatch) -> ImageBatch:
     """Return the images of a micro-batch on a rank that encodes."""
     assert batch.images is not None, "every rank of a colocated run encodes"
     return batch.images
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _patches(batches: Sequence[MicroBatch]) -> list[Tensor]:

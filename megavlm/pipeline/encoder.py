@@ -1,12 +1,12 @@
-"""The encoder of a colocated run on one rank: forward and backward on the rank's images of a step, in passes.
+"""The encoder of a colocated run on one rank: forward and backward on the rank's images and sounds, in passes.
 
 With `--vision-tp` the ranks that hold one encoder encode the same images. Each returns an equal shard of the features,
 and the gradients of the shards are gathered before the backward passes.
 
-A pass encodes images of at most `--encoder-chunk-patches` patches. The last `placement.encoder_keep_chunks` passes keep
-their activations for the backward pass. Earlier passes run without a graph and are recomputed, with the same dropout,
-so that memory does not grow with the number of images in a step. A frozen tower keeps almost nothing, so no pass is
-recomputed.
+A pass encodes images of at most `--encoder-chunk-patches` patches, or sounds of as many mel frames. The last
+`placement.encoder_keep_chunks` passes keep their activations for the backward pass. Earlier passes run without a graph
+and are recomputed, with the same dropout, so that memory does not grow with the number of images in a step. A frozen
+tower keeps almost nothing, so no pass is recomputed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.layers import encoder_names, part_of, trained_layers
+from megavlm.arch.layers import encoder_names, is_audio, part_of, trained_layers
 from megavlm.backend.accelerator import profiler_range
 from megavlm.config.schema import Config
-from megavlm.inputs.batch import ImageBatch, MicroBatch, join_sizes
+from megavlm.inputs.batch import ImageBatch, MicroBatch, SoundBatch, join_sizes
 from megavlm.model.language import unpack
 from megavlm.parallel.groups import ENCODER_RNG, Groups
 from megavlm.pipeline.feature_cache import FeatureCache
 from megavlm.rules.defaults import chunk_patches
 
+Item = ImageBatch | SoundBatch  # one image, or one sound
+
 
 class EncoderPasses:
-    """The passes of an encoder over a step's images, queued one by one; the last one returns the features."""
+    """The passes of an encoder over a step's images and sounds, queued one by one; the last returns the features."""
 
     def __init__(self, passes: Generator[None, None, Tensor]) -> None:
         """`passes` yields after each pass and returns the features."""
@@ -61,10 +63,11 @@ class EncoderPasses:
 
 @dataclass
 class _EncoderPass:
-    """One pass, with the state that its backward pass needs. Patches are on the device only while the pass runs."""
+    """One pass, with the state that its backward pass needs. Its inputs are on the device only while it runs."""
 
-    images: Sequence[ImageBatch]  # one image each, usually on the host
+    items: Sequence[Item]  # usually on the host
     features: int  # number of feature rows
+    learns: bool  # whether a layer that it runs through is trained
     random: dict[str, Any] = field(default_factory=dict)  # the states of the random generators before the pass
     output: Tensor | None = None  # with its graph, if that is kept
 
@@ -81,6 +84,7 @@ class EncoderRunner:
         self._cache = cache
         trained = trained_layers(config).intersection(encoder_names(config.model))
         self.trained = bool(trained)
+        self._learns_from = {SoundBatch if is_audio(name) else ImageBatch for name in trained}
         self._model = config.model
         self._deepstack = len(config.model.vision.deepstack_layers)
         tower_trained = any(part_of(name) == "vision" for name in trained)
@@ -88,34 +92,35 @@ class EncoderRunner:
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._dropout = dropout > 0 or (self.trained and config.lora.dropout > 0)
         self._passes: list[_EncoderPass] = []
-        self.encoded: list[Grid] = []  # with a cache: of images that this rank counts as encoded, and not found
+        # With a cache: grids of images, and mel frames of sounds, that this rank counts as encoded, and not found.
+        self.encoded: list[Grid | int] = []
         self.device = next(iter(module.parameters())).device
         self._chunk_patches = chunk_patches(config, on_gpu=self.device.type == "cuda")
         self._dtype = next(iter(module.parameters())).dtype
 
-    def forward(self, images: Sequence[ImageBatch]) -> EncoderPasses:
-        """Return the passes that encode images, each a batch of one; a pass runs when it is queued. The last returns
-        this rank's contiguous shard of the features, [R, 1 + DeepStack layers, Hl], detached.
+    def forward(self, items: Sequence[Item]) -> EncoderPasses:
+        """Return the passes that encode images and sounds; a pass runs when it is queued. The last returns this rank's
+        contiguous shard of the features, [R, 1 + DeepStack layers, Hl], detached.
 
-        All ranks that share an encoder must pass the same images; each gets its own shard (`shard_size`).
+        All ranks that share an encoder must pass the same items; each gets its own shard (`shard_size`).
         If gradients are enabled and a part of the encoder is trained, `backward` must follow.
         """
-        return EncoderPasses(self._shard_of_features(images))
+        return EncoderPasses(self._shard_of_features(items))
 
-    def _shard_of_features(self, images: Sequence[ImageBatch]) -> Generator[None, None, Tensor]:
+    def _shard_of_features(self, items: Sequence[Item]) -> Generator[None, None, Tensor]:
         if self._cache is None:
-            features = yield from self._computed(images)
+            features = yield from self._computed(items)
         else:
-            features = yield from self._looked_up(self._cache, images)
+            features = yield from self._looked_up(self._cache, items)
         length = shard_size(len(features), self._groups.dims.tp)
         return features[self._groups.coords.tp * length :][:length]
 
-    def _computed(self, images: Sequence[ImageBatch]) -> Generator[None, None, Tensor]:
-        passes = [self._pass(group) for group in split_into_passes(images, self._chunk_patches)]
+    def _computed(self, items: Sequence[Item]) -> Generator[None, None, Tensor]:
+        passes = [self._pass(group) for group in split_into_passes(items, self._chunk_patches)]
         learns = self.trained and torch.is_grad_enabled()
         outputs = []
         for index, one in enumerate(passes):
-            keeps = learns and (self._keep is None or index >= len(passes) - self._keep)
+            keeps = learns and one.learns and (self._keep is None or index >= len(passes) - self._keep)
             one.random = get_cuda_rng_tracker().get_states()
             output = self._run(one, graph=keeps)
             one.output = output if keeps else None
@@ -124,25 +129,26 @@ class EncoderRunner:
         self._passes = passes if learns else []
         return torch.cat(outputs) if outputs else self.no_features()
 
-    def _looked_up(self, cache: FeatureCache, images: Sequence[ImageBatch]) -> Generator[None, None, Tensor]:
-        """Return the features of all images; compute and store those that the cache lacks."""
-        keys = [cache.key(image.patches, (image.sizes.grids, image.sizes.tile_groups)) for image in images]
+    def _looked_up(self, cache: FeatureCache, items: Sequence[Item]) -> Generator[None, None, Tensor]:
+        """Return the features of all items; compute and store those that the cache lacks."""
+        keys = [cache.key(_values(item), _layout(item)) for item in items]
         found = [cache.get(key) for key in keys]
         missing = self._missing_anywhere([features is None for features in found])
-        for group in split_into_passes([images[index] for index in missing], self._chunk_patches):
+        for group in split_into_passes([items[index] for index in missing], self._chunk_patches):
             output = self._run(self._pass(group), graph=False)
             for features in output.split(self._feature_counts(group)):
                 index = missing.pop(0)
                 if self._groups.is_first_tp:
                     cache.put(keys[index], features)
-                    self.encoded += images[index].sizes.grids
+                    item = items[index]
+                    self.encoded += item.frames if isinstance(item, SoundBatch) else item.sizes.grids
                 found[index] = features
             yield
         held = [features.to(self.device) for features in found if features is not None]
         return torch.cat(held) if held else self.no_features()
 
     def _missing_anywhere(self, missing: Sequence[bool]) -> list[int]:
-        """Return the indices of images that any rank of this encoder did not find in the cache.
+        """Return the indices of items that any rank of this encoder did not find in the cache.
 
         Ranks may differ, because another run may delete a file after one rank has read it.
         """
@@ -157,9 +163,10 @@ class EncoderRunner:
         parts = self._gathered(gradients).split([one.features for one in self._passes])
         while self._passes:  # from the last, whose activations are kept, so that their memory is freed first
             one = self._passes.pop()
-            output = self._recomputed(one) if one.output is None else one.output
-            with profiler_range("backward of the encoder"):
-                torch.autograd.backward(output, parts[len(self._passes)])
+            if one.learns:
+                output = self._recomputed(one) if one.output is None else one.output
+                with profiler_range("backward of the encoder"):
+                    torch.autograd.backward(output, parts[len(self._passes)])
 
     def _gathered(self, shard: Tensor) -> Tensor:
         """Return the rows of all ranks that hold this encoder, in order, given this rank's shard of them."""
@@ -196,26 +203,33 @@ class EncoderRunner:
         draws = get_cuda_rng_tracker().fork(ENCODER_RNG) if self._dropout else nullcontext()
         with profiler_range("forward of the encoder"), draws, torch.set_grad_enabled(graph):
             width = self._model.language.hidden_size
-            output = self.module(MicroBatch.of_images(self._on_device(one.images)))
-            first, others = unpack(output, hidden=(1, width), carried=[(one.features, 1, width)] * self._deepstack)
-            return torch.cat([first, *others], dim=1)
+            batch = self._on_device(one.items)
+            depths = self._deepstack if batch.images is not None else 0
+            first, others = unpack(self.module(batch), hidden=(1, width), carried=[(one.features, 1, width)] * depths)
+            zeros = (torch.zeros_like(first) for _ in range(self._deepstack - depths))  # of sounds, for DeepStack
+            return torch.cat([first, *others, *zeros], dim=1)
 
-    def _pass(self, images: Sequence[ImageBatch]) -> _EncoderPass:
-        return _EncoderPass(images, features=sum(self._feature_counts(images)))
+    def _pass(self, items: Sequence[Item]) -> _EncoderPass:
+        learns = type(items[0]) in self._learns_from
+        return _EncoderPass(items, features=sum(self._feature_counts(items)), learns=learns)
 
-    def _feature_counts(self, images: Sequence[ImageBatch]) -> list[int]:
-        return join_sizes([image.sizes for image in images]).image_tokens(self._model.projector)
+    def _feature_counts(self, items: Sequence[Item]) -> list[int]:
+        return [count for item in items for count in item.feature_counts(self._model)]
 
-    def _on_device(self, images: Sequence[ImageBatch]) -> ImageBatch:
-        """Return images as one batch on the device; each is copied from host memory, which is pinned on a GPU."""
-        found = [image.patches for image in images]
-        patches = found[0].new_empty(sum(map(len, found)), found[0].shape[1], device=self.device)
-        for part, one in zip(patches.split([len(each) for each in found]), found, strict=True):
+    def _on_device(self, items: Sequence[Item]) -> MicroBatch:
+        """Return items as one batch on the device; each is copied from host memory, which is pinned on a GPU."""
+        found = [_values(item) for item in items]
+        values = found[0].new_empty(sum(map(len, found)), found[0].shape[1], device=self.device)
+        for part, one in zip(values.split([len(each) for each in found]), found, strict=True):
             part.copy_(one, non_blocking=True)
-        return ImageBatch(join_sizes([image.sizes for image in images]), patches)
+        if sounds := [item for item in items if isinstance(item, SoundBatch)]:
+            frames = tuple(length for sound in sounds for length in sound.frames)
+            return MicroBatch.of_images(None, replace(sounds[0], frames=frames, mels=values))
+        sizes = join_sizes([item.sizes for item in items if isinstance(item, ImageBatch)])
+        return MicroBatch.of_images(ImageBatch(sizes, values))
 
     def no_features(self) -> Tensor:
-        """Return the features of no image, [0, 1 + DeepStack layers, Hl]."""
+        """Return the features of no item, [0, 1 + DeepStack layers, Hl]."""
         shape = 0, 1 + self._deepstack, self._model.language.hidden_size
         return torch.empty(*shape, dtype=self._dtype, device=self.device)
 
@@ -238,19 +252,30 @@ def encoder_config(config: Config) -> Config:
     return replace(config, parallel=parallel, placement=replace(config.placement, pipeline_cuts=None))
 
 
-def split_into_passes(images: Sequence[ImageBatch], most_patches: int) -> list[Sequence[ImageBatch]]:
-    """Return the images in order, in groups of at most `most_patches` patches; a larger image is a group of its own.
+def split_into_passes(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
+    """Return the items in order, in groups of at most `most` patches or mel frames; a larger one is a group of its own.
 
-    The patches of a group have one width: those of a micro-batch with a video span more frames than others.
+    A group is of images or of sounds. Its patches have one width: those of a micro-batch with a video span more frames
+    than others.
     """
-    starts, patches = [0], 0
-    for index, image in enumerate(images):
-        other = index > 0 and image.patches.shape[1] != images[index - 1].patches.shape[1]
-        if patches and (other or patches + len(image.patches) > most_patches):
+    starts, rows = [0], 0
+    kinds = [(type(item), _values(item).shape[1]) for item in items]
+    for index, item in enumerate(items):
+        length = len(_values(item))
+        if rows and (kinds[index] != kinds[index - 1] or rows + length > most):
             starts.append(index)
-            patches = 0
-        patches += len(image.patches)
-    return [images[start:end] for start, end in pairwise([*starts, len(images)]) if end > start]
+            rows = 0
+        rows += length
+    return [items[start:end] for start, end in pairwise([*starts, len(items)]) if end > start]
+
+
+def _values(item: Item) -> Tensor:
+    return item.mels if isinstance(item, SoundBatch) else item.patches
+
+
+def _layout(item: Item) -> object:
+    """Return what features depend on in addition to values."""
+    return item.frames if isinstance(item, SoundBatch) else (item.sizes.grids, item.sizes.tile_groups)
 
 
 def shard_size(rows: int, ranks: int) -> int:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.arch.dims import RowSplit
-from megavlm.arch.image_tokens import features_of
 from megavlm.backend.host_copies import HostCopies
 from megavlm.config.schema import ModelConfig
 from megavlm.data.context_parts import in_memory_of, in_parts, local_positions, order_of, part_of
@@ -132,7 +131,7 @@ def own_part(batch: MicroBatch, split: RowSplit, *, rank: int, deals: ModelConfi
     if sounds is not None:
         owners = np.array(assign_longest_first(sounds.frames, split.ranks), dtype=np.int64)
         rows = np.flatnonzero(np.repeat(owners == rank, sounds.frames))
-        route = dealt(owners, [features_of(each, deals.audio) for each in sounds.frames], rows, sounds.positions)
+        route = dealt(owners, sounds.feature_counts(deals), rows, sounds.positions)
         frames = tuple(length for length, owner in zip(sounds.frames, owners, strict=True) if owner == rank)
         mels = sounds.mels if sounds.mels.is_meta else in_memory_of(sounds.mels, sounds.mels[route.patch_rows])
         positions = local_positions(sounds.positions, split, rank=rank, length=length)

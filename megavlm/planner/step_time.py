@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
 from megavlm.arch.kinds import hidden_bytes
-from megavlm.arch.layers import EMBEDDING
+from megavlm.arch.layers import EMBEDDING, is_audio
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Scenario, encoder_scenario
 from megavlm.arch.schedules import PipelineShape, scenario_shape
+from megavlm.arch.workload import OF_ENCODERS
 from megavlm.config.schema import Config
 from megavlm.planner.cost import (
     gradient_seconds,
@@ -76,12 +77,14 @@ def colocated_encoder(
 ) -> EncoderEstimate:
     """Return the encoder's time and memory on each of the TP × CP × PP ranks of a model replica.
 
-    `images`: number of equal images in one micro-batch. Each group of `vision_tp` ranks is an encoder. It encodes
-    ⌈images of the step / encoders⌉ images in passes of about `--encoder-chunk-patches`. All passes but the last
-    `placement.encoder_keep_chunks` are recomputed for their backward passes.
+    `images`: number of equal images in one micro-batch, to each of which belongs a part of its sounds. Each group of
+    `vision_tp` ranks is an encoder. It encodes ⌈images of the step / encoders⌉ images in passes of about
+    `--encoder-chunk-patches`. All passes but the last `placement.encoder_keep_chunks` are recomputed for their backward
+    passes.
     """
     kept = config.placement.encoder_keep_chunks
     dims, ranks = scenario.dims, scenario.dims.replica
+    images = images or int(scenario.work.frames > 0)  # without images, all sounds count as one
     all_images = images * scenario.micro_batches
     own = math.ceil(all_images * vision_tp / ranks)
     model_state = replicated_encoder(scenario, vision_tp=vision_tp)
@@ -89,19 +92,11 @@ def colocated_encoder(
     host = of_update(trained / encoder_scenario(scenario, vision_tp).shards, scenario)
     if not all_images:
         return EncoderEstimate(encoder_scenario(scenario, vision_tp), 0.0, 0.0, 0.0, model_state, host)
-    per_image = scenario.work.patches / images
+    per_image = (scenario.work.patches + scenario.work.frames) / images
     in_pass = max(1, min(own, int(chunk_patches(config, on_gpu=hardware.on_gpu) // per_image)))
     share = in_pass / images
-    alone = replace(
-        encoder_scenario(scenario, vision_tp),
-        work=replace(
-            scenario.work,
-            patches=round(scenario.work.patches * share),
-            patch_squares=round(scenario.work.patch_squares * share),
-            window_squares=round(scenario.work.window_squares * share),
-            features=round(scenario.work.features * share),
-        ),
-    )
+    in_passes = {name: round(getattr(scenario.work, name) * share) for name in OF_ENCODERS}
+    alone = replace(encoder_scenario(scenario, vision_tp), work=replace(scenario.work, **in_passes))
     each = measured_once(alone, range(encoder_layers(scenario)))
     # An encoder's ranks are neighbours inside a tensor-parallel group; a larger encoder spans pipeline stages.
     between = hardware.link(vision_tp if dims.tp % vision_tp == 0 else dims.world)
@@ -110,16 +105,23 @@ def colocated_encoder(
     # Pass after pass: the slower of device and host counts.
     forward = passes * max(sum(s.forward for s in seconds), sum(s.launch[0] for s in seconds))
     backward = passes * max(sum(s.backward for s in seconds), sum(s.launch[1] for s in seconds))
+    kinds = (False, True)[: 1 + (scenario.work.frames > 0)]  # passes of images, then passes of sounds
     if backward:
-        backward += max(0.0, passes - kept) / passes * forward
+        backward += max(0.0, 1 - kept / passes / len(kinds)) * forward
     features = scenario.micro_batches * hidden_bytes(EMBEDDING, scenario)
     link = hardware.link(dims.world)
     exchange = link.seconds(features / ranks * (ranks - 1)) * (2 if backward else 1) if ranks > 1 else 0.0
     if backward and vision_tp > 1:  # an encoder's ranks gather the gradients of what it made
         exchange += between.seconds(features / ranks * (vision_tp - 1))
-    held = min(max(1, kept), math.ceil(passes))
-    saved = sum(each(partial(kept_bytes, scenario=alone))) * held
-    host += HostMemory(activations=sum(each(partial(pinned_bytes, scenario=alone))) * held)
+
+    def held(count: Callable[[str, Scenario], float]) -> float:
+        """Return the bytes of the passes that keep their activations, the last ones."""
+        layers = list(zip(scenario.names, each(partial(count, scenario=alone)), strict=False))
+        of_kinds = (sum(size for name, size in layers if is_audio(name) == kind) for kind in kinds)
+        return sum([size for size in of_kinds for _ in range(math.ceil(passes))][-max(1, kept) :])
+
+    saved = held(kept_bytes)
+    host += HostMemory(activations=held(pinned_bytes))
     pixels = batch_bytes(alone, with_patches=True) - batch_bytes(alone, with_patches=False)
     memory = model_state + Memory(activations=saved, data=features + pixels * passes)
     return EncoderEstimate(alone, forward, backward, exchange, memory, host)

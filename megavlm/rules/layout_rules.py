@@ -17,7 +17,7 @@ from megavlm.config.derived import (
     sequence_parallel,
     shards_gradients,
 )
-from megavlm.config.lora_config import frozen_parts
+from megavlm.config.lora_config import frozen_parts, parts_of
 from megavlm.config.messages import divisors, indivisible, nearest, no_divisor, plain
 from megavlm.config.schema import Config
 from megavlm.rules import Rule, WorldRule
@@ -78,8 +78,6 @@ def colocated_encoder(config: Config) -> Iterator[str]:
     shared = config.parallel.vision_tensor_model_parallel_size
     if placement.encoder == "colocated" and not has_vision(model):
         yield "--placement colocated places a vision encoder, which the model does not have: use --placement stages"
-    if placement.encoder == "colocated" and model.audio.num_layers:
-        yield "--placement colocated takes no audio encoder (model.audio.num_layers) yet: use --placement stages"
     if ranks % shared:
         yield no_divisor("--vision-tp", shared, f"the {ranks} processes of a model replica (TP × CP × PP)", ranks)
     if shared > 1 and placement.encode_ahead:
@@ -94,13 +92,14 @@ def colocated_encoder(config: Config) -> Iterator[str]:
         )
     for option, given in (("--encode-ahead", placement.encode_ahead), ("--vision-cache", placement.vision_cache)):
         if given and not _freezes_encoder(config):
-            yield f"{option} needs a frozen encoder: add --freeze vision projector, or leave it out"
+            parts = " ".join(parts_of(config)[:-1])
+            yield f"{option} needs a frozen encoder: add --freeze {parts}, or leave it out"
         if given and (model.hidden_dropout or model.attention_dropout):
             yield f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"
 
 
 def _freezes_encoder(config: Config) -> bool:
-    return {"vision", "projector"} <= {*frozen_parts(config)}
+    return {*parts_of(config)} - {"language"} <= {*frozen_parts(config)}
 
 
 def offload(config: Config) -> Iterator[str]:

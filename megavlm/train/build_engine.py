@@ -161,6 +161,7 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
         return None
     model = config.model
     known = {"vision": model.vision, "projector": model.projector, "precision": config.precision.dtype}
+    known |= {"audio": model.audio} if model.audio.num_layers else {}
     weights = encoder_hash(chunk.named_parameters(), known)
     if groups.dims.tp > 1:  # all shards' hashes: another TP rounds differently and needs other entries
         weights = b"".join(of_all_ranks(weights, groups.tp))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.objectives import objective_of
-from megavlm.arch.workload import image_workload, sliding_squares, sound_work
+from megavlm.arch.workload import OF_ENCODERS, image_workload, sliding_squares, sound_work
 from megavlm.config.derived import has_experts
 from megavlm.config.schema import ModelConfig
 from megavlm.data.types import StepData
@@ -182,16 +182,21 @@ class Counts:
         return [float(getattr(self, each.name)) for each in fields(self)]
 
 
-def counts_of(step: StepData, groups: Groups, model: ModelConfig, encoded: Sequence[Grid] | None = None) -> Counts:
+def counts_of(
+    step: StepData, groups: Groups, model: ModelConfig, encoded: Sequence[Grid | int] | None = None
+) -> Counts:
     """Return the counts of a step on the reader of a replica, and zeros on its other ranks.
 
-    With `--vision-cache`, `encoded` has the grids of the images that this rank has encoded in the step, those of the
-    next one included (`--encode-ahead`): each rank counts its own.
+    With `--vision-cache`, `encoded` has the grids of the images and the mel frames of the sounds that this rank has
+    encoded in the step, those of the next one included (`--encode-ahead`): each rank counts its own.
     """
     if encoded is None:
-        encoded = [grid for batch in step.batches for grid in batch.image_sizes.grids] if groups.is_reader else ()
-    images = image_workload(encoded, model)
-    work = {name: getattr(images, name) for name in ("patches", "patch_squares", "window_squares", "features")}
+        read = step.batches if groups.is_reader else []
+        encoded = [each for batch in read for each in (*batch.image_sizes.grids, *batch.sound_frames)]
+    frames = [each for each in encoded if isinstance(each, int)]
+    images = image_workload([each for each in encoded if not isinstance(each, int)], model)
+    done = replace(images, **sound_work(frames, model))
+    work = {name: getattr(done, name) for name in OF_ENCODERS}
     if not groups.is_reader:
         return Counts(**work)
     lengths = [length for batch in step.batches for length in batch.text.lengths]
@@ -204,7 +209,6 @@ def counts_of(step: StepData, groups: Groups, model: ModelConfig, encoded: Seque
         **work,
         token_squares=sum(length * length for length in lengths),
         sliding_squares=sum(sliding_squares(length, model.language.window_size) for length in lengths),
-        **sound_work([each for batch in step.batches if batch.sounds for each in batch.sounds.frames], model),
         read=step.read,
         skipped=sum(not skip.partly for skip in step.skipped),
         split=sum(skip.partly for skip in step.skipped),

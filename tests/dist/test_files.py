@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,29 +99,50 @@ def test_every_rank_hears_what_is_wrong_with_the_data(pools: Pools) -> None:
     assert pools(2).run(complaint) == ["ein Bär fraß train.jsonl"] * 2
 
 
-def heard(audio_ranks: tuple[int, ...]) -> tuple[int, bool]:
-    """Return how many values of mel features reach this rank, and whether they are right."""
+def heard(audio_ranks: tuple[int, ...] | int) -> list[int]:
+    """Return the frames of the sounds whose mel features reach this rank; `audio_ranks` may be a number of ranks that
+    are one colocated encoder.
+    """
     import torch
     import torch.distributed as dist
 
+    from megavlm.config.schema import AudioConfig, ModelConfig
     from megavlm.data.broadcast import ReplicaBroadcast
+    from megavlm.data.costs import ImageAssignment
     from megavlm.inputs.batch import SoundBatch
+    from megavlm.rules.defaults import resolve_model
     from tests.support.micro_batch import micro_batch
 
     mels = torch.arange(26.0).view(13, 2)
     sounds = SoundBatch((9, 4), mels, torch.tensor([3, 4, 7]), torch.arange(3))
     batches = [replace(micro_batch(1), features=None, sounds=each) for each in (sounds, None)]
     world = dist.group.WORLD
-    exchange = ReplicaBroadcast(world, world, vision_group=None, device=torch.device("cpu"), audio_ranks=audio_ranks)
+    to: dict[str, Any] = {"audio_ranks": audio_ranks}
+    if isinstance(audio_ranks, int):
+        model = resolve_model(ModelConfig(audio=AudioConfig(num_layers=1), audio_token=9))
+        to = {"assignment": ImageAssignment(model, 4, audio_ranks)}
+    exchange = ReplicaBroadcast(world, world, vision_group=None, device=torch.device("cpu"), **to)
     step = exchange.share(lambda: StepData(batches, read=1, skipped=(), imbalance=None))
     assert step.batches[1].sounds is None
     found = step.batches[0].sounds
-    return (0, True) if found.mels.is_meta else (found.mels.numel(), found.mels.equal(mels))
+    if found.mels.is_meta:
+        return []
+    return [
+        len(mine) for mine, all_ in zip(found.mels.split((9, 4)), mels.split((9, 4)), strict=True) if mine.equal(all_)
+    ]
 
 
-@pytest.mark.parametrize("audio_ranks", [(), (1, 2), (0, 1, 2, 3)])
-def test_mel_features_reach_the_ranks_that_encode_sounds_alone(pools: Pools, audio_ranks: tuple[int, ...]) -> None:
-    expected = [(26 * (rank in audio_ranks or not rank), True) for rank in range(4)]  # the first rank reads
+@pytest.mark.parametrize(
+    ("audio_ranks", "expected"),  # the first rank reads, and so has all
+    [
+        ((), [[9, 4], [], [], []]),
+        ((1, 2), [[9, 4], [9, 4], [9, 4], []]),
+        ((0, 1, 2, 3), [[9, 4]] * 4),
+        (1, [[9, 4], [], [9], [4]]),  # the first two have an image
+        (2, [[9, 4], [9], [4], [4]]),
+    ],
+)
+def test_mel_features_reach_the_ranks_that_encode_sounds_alone(pools: Pools, audio_ranks, expected) -> None:
     assert pools(4).run(heard, audio_ranks) == expected
 
 

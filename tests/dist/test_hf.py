@@ -25,7 +25,7 @@ UNLIKE = (
     *("llava", "smolvlm", "mistral3", "qwen2.5-vl-videos", "qwen3-vl", "qwen3.5", "exaone4.5", "minicpmv-4.7"),
     *("glm4v", "gemma4"),
 )
-COLOCATED = ("qwen3-vl", "llava-onevision", "qwen2.5-vl-videos")
+COLOCATED = ("omni3-moe", "llava-onevision", "qwen2.5-vl-videos")
 FAST = {
     *((family, "tp2-pp2-vpp2") for family in (*UNLIKE, "omni", "omni3-moe", "gemma4-unified")),
     *((family, "colocated") for family in COLOCATED),
@@ -48,7 +48,6 @@ def cases(layouts: Any, fast: set[tuple[str, str]]) -> list[Any]:
         for layout in [*layouts, *(EXPERT_LAYOUTS if family in MIXTURES else ())]
         if not (family in MIXTURES and layout == "zero3")  # which experts do not support
         if not (family.startswith("text-") and layout == "colocated")
-        if not (family.startswith("omni") and layout == "colocated")  # which does not take sounds
     ]
 
 

@@ -64,6 +64,7 @@ OF_EXPERTS = (
 OF_SOUNDS = [*MODELS["audio"].split(), *"--lora-rank 3 --lora-targets audio language.layers.3.q_proj --lr 1e-2".split()]
 FAST = (
     (2, OF_SOUNDS, "--tp 2"),
+    (2, OF_SOUNDS, "--pp 2 --placement colocated"),
     (2, LORA, "--pp 2 --vpp 2 --recompute-granularity full --set execution.loss_chunk_tokens=2"),
     (2, LORA, "--tp 2 --no-sequence-parallel"),
     (2, OF_EXPERTS, "--tp 2 --micro-batch-size 2"),

@@ -87,7 +87,6 @@ SLOW = [
             for world, flags in LAYOUTS
             for model in KNOWN
             if flags != "--tp 4" or model not in ("uneven", "experts")  # three heads, rows of 24 numbers
-            if model != "audio" or "colocated" not in flags
         ),
         lambda case: {case[2], *pairs([case[1]], [axis for axis in axes_of(case[2]) if axis in MET])},
     ),

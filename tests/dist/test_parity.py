@@ -102,6 +102,7 @@ FAST = [
     ("pp2-vpp2", "mtp", "cuts-mtp"),
     ("tp2", "audio", ""),
     ("pp2-vpp2", "audio", "cuts-audio"),
+    ("tp2", "audio", "colocated-passes"),
     ("tp2-pp2-vpp2", "minicpm-v", ""),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
@@ -148,7 +149,6 @@ SLOW = [
             if (layout != "tp2-pp2-dp2" or model in EIGHT_PROCESSES)
             and (layout not in TOO_FEW_PASSES or option != "vision-tp2-passes")
             and ((layout, model) != GEMMA_STAGES or not option)
-            and (model != "audio" or not option)
         ),
         shows,
     ),

@@ -40,7 +40,6 @@ SLOW = [
         (world, model, f"{layout} {(GRADIENTS, FULL)[(place + turn) % 2]}")
         for turn, (world, layout) in enumerate([(4, "--tp 2"), (4, "--pp 2"), (2, "--placement colocated")])
         for place, model in enumerate(MODELS)
-        if model != "audio" or "colocated" not in layout
     ],
     (1, "rich", f"{FULL} --offload parameters optimizer activations"),
     (2, "frozen-vision", f"{FULL} --offload parameters optimizer=nvme:DISK --micro-batch-size 2"),

@@ -27,7 +27,7 @@ from megavlm.data.collator import ComputedCollator, all_images
 from megavlm.data.costs import CostModel, ImageAssignment, assign_longest_first
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Segment
-from megavlm.inputs.batch import ImageBatch, ImageSizes
+from megavlm.inputs.batch import ImageBatch, ImageSizes, SoundBatch
 from megavlm.inputs.patches import Image
 from megavlm.pipeline.encoder import split_into_passes
 from megavlm.rules.defaults import resolve, resolve_model
@@ -40,6 +40,7 @@ MODEL = resolve_model(
     )
 )
 TILED = replace(MODEL, projector=replace(MODEL.projector, anyres_max_tiles=4))
+NONE = torch.empty(0, dtype=torch.int64)
 GROUPS = (TileGroup((1, 2), (16, 32)), TileGroup((0, 0), (16, 16)))
 
 
@@ -69,7 +70,16 @@ def test_selected_images_have_their_own_patches() -> None:
 def test_passes_hold_at_most_so_many_patches_and_every_image_once() -> None:
     passes = split_into_passes(images_of((4, 4), (2, 2), (2, 2), (8, 8), (4, 4)).split(), 24)
     assert [[len(image.patches) for image in one] for one in passes] == [[16, 4, 4], [64], [16]]
+    sound = SoundBatch((20,), torch.zeros(20, 1), NONE, NONE)
+    passes = split_into_passes([*images_of((2, 2)).split(), *[sound] * 2], 24)
+    assert [[type(each) for each in one] for one in passes] == [[ImageBatch], [SoundBatch], [SoundBatch]]
     assert split_into_passes([], 24) == []
+
+
+def test_sounds_are_encoded_where_images_leave_room() -> None:
+    sizes, assignment = [ImageSizes(((8, 8),)), ImageSizes()], ImageAssignment(WINDOWED, 2)
+    images, sounds = assignment.encoders(sizes), assignment.encoders(sizes, [(8,), (8, 900)])[2:]
+    assert [each.tolist() for each in (*images, *sounds)] == [[0], [], [0], [0, 1]]
 
 
 @pytest.mark.parametrize("width", [1, 2])

@@ -131,15 +131,16 @@ def test_adapters_keep_what_their_layers_read() -> None:
     assert least < trained
 
 
-def test_an_audio_encoder_is_planned_in_stages_alone() -> None:
-    model = replace(SMALL.model, audio=AudioConfig(num_layers=2), audio_token=9)
-    judge = LayoutEvaluator(replace(SMALL, model=model), PROFILES["a100"])
-    colocated, stages = (
-        [judge.infeasible_reason(each) is None for each in candidates(4, Space(placement=(place,)), length=4096)]
-        for place in ("colocated", "stages")
+@pytest.mark.parametrize("images", [1, 0])
+def test_a_colocated_audio_encoder_takes_time_and_memory(images: int) -> None:
+    heard = replace(SMALL.model, audio=AudioConfig(num_layers=2), audio_token=9)
+    config = replace(SMALL, data=replace(SMALL.data, images_per_sample=(images,)))
+    each = next(candidates(1, Space(placement=("colocated",)), length=4096))
+    without, beside = (
+        LayoutEvaluator(replace(config, model=model), PROFILES["a100"]).encoder(each) for model in (config.model, heard)
     )
-    assert any(stages)
-    assert not any(colocated)
+    assert beside.forward > without.forward
+    assert beside.memory.activations > without.memory.activations
 
 
 def test_schedules_are_candidates_of_a_search() -> None:
