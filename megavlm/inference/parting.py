@@ -5,11 +5,15 @@ size. u is the unit roundoff of the coarsest type in which either model computes
 weights. Sums are in fp32, in any order. Errors of n layers are independent and add as squares, so rounding explains
 d ≤ (C·u + S·u₃₂)·√n. C and S stand for the operations of a layer and the length of sums, and were measured on all
 families (`tests/parity/test_hf_parts.py` checks them). The first layer that differs is compared module by module.
+
+Between experts with nearly the same score rounding decides, and outputs then differ by much more. So tokens of the
+second model take the experts that they take in the first, if rounding explains how their scores differ.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from megavlm.families.shared.table import Rename, Table
 from megavlm.inputs.batch import MicroBatch
+from megavlm.model.router import Router
 from megavlm.model.vlm import VLMChunk
 
 OPERATIONS, SUMS = 8.0, 16.0  # C and S
@@ -74,22 +79,23 @@ def compared(
         _inputs(rows, ours, theirs)
     if any(math.isinf(row.difference) for row in rows.rows()):  # inputs of different shapes
         return rows.rows()
-    for ours, theirs in batches:
-        layers = _layers(b.chunk, theirs)
-        for name, value in _layers(a.chunk, ours).items():
-            number = a.chunk.names.index(name) + 1
-            rows.add(name, difference(value, layers.get(name)), allowed.after(number))
-    parted = next((row.name for row in rows.rows() if row.parts and row.name in a.chunk.names), None)
-    if parted is not None:
-        found = _Rows()
+    with _same_experts(a.chunk, b.chunk, allowed):
         for ours, theirs in batches:
-            inside = _modules(b.chunk, theirs, below=parted)
-            for name, value in _modules(a.chunk, ours, below=parted).items():
-                if name in inside:  # only one of the models may have adapters
-                    found.add(name, difference(value, inside[name]), allowed.after(a.chunk.names.index(parted) + 1))
-        rows.insert(before=parted, others=found.rows())
-    if gradients:
-        _gradients(rows, a, b, batches, allowed)
+            layers, others = _layers(a.chunk, ours), _layers(b.chunk, theirs)
+            for name, value in layers.items():
+                number = a.chunk.names.index(name) + 1
+                rows.add(name, difference(value, others.get(name)), allowed.after(number))
+        parted = next((row.name for row in rows.rows() if row.parts and row.name in a.chunk.names), None)
+        if parted is not None:
+            found = _Rows()
+            for ours, theirs in batches:
+                modules, others = (_modules(*each, below=parted) for each in ((a.chunk, ours), (b.chunk, theirs)))
+                for name, value in modules.items():
+                    if name in others:  # only one of the models may have adapters
+                        found.add(name, difference(value, others[name]), allowed.after(a.chunk.names.index(parted) + 1))
+            rows.insert(before=parted, others=found.rows())
+        if gradients:
+            _gradients(rows, a, b, batches, allowed)
     return rows.rows()
 
 
@@ -157,6 +163,42 @@ class _Rows:
 
     def rows(self) -> list[Row]:
         return list(self._found.values())
+
+
+class _Experts:
+    """The experts that tokens take in one layer (megatron-core's router calls `get_replay_topk`), pass by pass."""
+
+    def __init__(self, *, replayed: _Experts | None = None, allowed: float = 0.0) -> None:
+        """Take the best experts or, of `replayed`, the same if scores differ from its by at most `allowed`."""
+        self._replayed, self._allowed = replayed, allowed
+        self.passes = deque[tuple[Tensor, Tensor]]()  # scores [T, E] and chosen experts [T, k]
+
+    def get_replay_topk(self, scores: Tensor, k: int, *groups: Any) -> tuple[Tensor, Tensor]:
+        """Return scores and numbers of each token's experts; `groups` ends with the function that finds the best."""
+        *limits, best_of = groups
+        best, chosen = best_of(scores, k, *limits)
+        if self._replayed is None:
+            self.passes.append((scores.detach(), chosen))
+            return best, chosen
+        theirs, others = self._replayed.passes.popleft()
+        if difference(scores.detach().float(), theirs.float()) <= self._allowed:
+            return scores.gather(1, others), others
+        return best, chosen
+
+
+@contextmanager
+def _same_experts(a: VLMChunk, b: VLMChunk, allowed: _Allowance) -> Iterator[None]:
+    """Let tokens take the same experts in `b` as in `a`, which runs first, where rounding explains other scores."""
+    routers = {name: module for name, module in b.named_modules() if isinstance(module, Router)}
+    pairs = [(module, routers[name], name) for name, module in a.named_modules() if name in routers]
+    try:
+        for ours, theirs, name in pairs:
+            ours.replay = _Experts()
+            theirs.replay = _Experts(replayed=ours.replay, allowed=allowed.after(1 + _layer_of(a, name)))
+        yield
+    finally:
+        for ours, theirs, _ in pairs:
+            ours.replay = theirs.replay = None
 
 
 def _inputs(rows: _Rows, ours: MicroBatch, theirs: MicroBatch) -> None:
@@ -236,8 +278,8 @@ def _gradients(
     rows: _Rows, a: Model, b: Model, batches: Sequence[tuple[MicroBatch, MicroBatch]], allowed: _Allowance
 ) -> None:
     """Add rows for the gradients of the summed loss, last layer first; n counts the layers of both passes."""
-    theirs = _gradients_of(b.chunk, [each for _, each in batches])
-    for name, value in _gradients_of(a.chunk, [each for each, _ in batches]).items():
+    ours, theirs = (_gradients_of(*each) for each in zip((a.chunk, b.chunk), zip(*batches, strict=True), strict=True))
+    for name, value in ours.items():
         passed = 2 * len(a.chunk.names) - _layer_of(a.chunk, name)
         rows.add(f"gradient of {name}", difference(value, theirs.get(name)), allowed.after(passed))
 

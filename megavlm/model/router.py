@@ -54,6 +54,7 @@ class Router(MegatronModule):
     """
 
     rows: RoutedRows | None = None  # of the micro-batch that runs; megatron-core's layer passes on hidden states alone
+    replay: Any = None  # chooses experts by the scores with megatron-core's `get_replay_topk`; None: the best ones
     expert_bias: Tensor | None  # [E] float32
     tally: Tensor  # [E + 2] float64
 
@@ -102,6 +103,7 @@ class Router(MegatronModule):
             scaling_factor=experts.router_topk_scaling_factor,
             score_function=experts.router_score_function,
             expert_bias=self.expert_bias,
+            router_replay=self.replay,
         )
         if self.expert_scale is not None:
             weights = weights * self.expert_scale

@@ -59,7 +59,7 @@ from tests.support.gates import hold
 from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, difference, random_image
 from tests.support.peft_blocks import trained_entries
 from tests.support.predictors import losses_of, with_predictor
-from tests.support.tiny_models import FAMILIES, SINGLE, TEXT, TOWER, images_of, tiny
+from tests.support.tiny_models import FAMILIES, SINGLE, TEXT, TOWER, VIDEOS, images_of, tiny
 from tests.support.whole_models import whole_folder
 
 SEEING = {**TOWER, "attn_implementation": "eager"}
@@ -436,6 +436,8 @@ def swapped(value: Tensor, *, width: int = 1) -> Tensor:
 
 
 ATTENTION, EXPERTS = "language.layers.1.self_attention", "language.layers.1.mlp.experts"
+LINEAR, ROUTER = "language.layers.0.self_attention", "language.layers.1.mlp.router"
+SHARED = "language.layers.1.mlp.shared_experts"
 WEIGHTS: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
     "transposed": ("llava", f"{ATTENTION}.linear_proj.weight", lambda w: w.T, f"{ATTENTION}.linear_proj"),
     "no bias": ("llava", "vision.layers.0.mlp.linear_fc1.bias", torch.zeros_like, "vision.layers.0.mlp.linear_fc1"),
@@ -444,12 +446,21 @@ WEIGHTS: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
     "no scale": ("internvl", "vision.layers.1.mlp_bda.scale", torch.ones_like, "vision.layers.1"),
     "experts": ("internvl-moe", f"{EXPERTS}.linear_fc1.weight", swapped, f"{EXPERTS}.linear_fc1"),
     "vocabulary": ("llava", "output.linear.weight", swapped, "output"),
+    "deepstack": ("qwen3-vl", "deepstack.1.linear_fc2.weight", swapped, "deepstack.1.linear_fc2"),
+    "keys": ("gemma3", f"{ATTENTION}.k_layernorm.weight", swapped, f"{ATTENTION}.k_layernorm"),
+    "decay": ("qwen3.5", f"{LINEAR}.A_log", swapped, f"{LINEAR}.out_norm"),
+    "taps": ("qwen3.5", f"{LINEAR}.conv1d.weight", swapped, f"{LINEAR}.conv1d"),
+    "choice": ("glm4v-moe", f"{ROUTER}.expert_bias", swapped, ROUTER),
+    "shared": ("qwen3.5-moe", f"{SHARED}.linear_fc2.weight", swapped, f"{SHARED}.linear_fc2"),
 }
 OPTIONS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "epsilon": ("llava", language(norm_epsilon=1e-4), "language.layers.0.input_layernorm"),
     "rope": ("llava", language(rotary_base=5e5), "language.layers.0.self_attention.core_attention"),
     "activation": ("llava", vision(activation="gelu"), "vision.layers.0.mlp.activation_func"),
     "embedding": ("llava", language(embedding_scale=2.0), "embedding"),
+    "both ways": ("gemma3", language(bidirectional_images=False), "language.layers.0.self_attention.core_attention"),
+    "window": ("gemma3", language(window_size=4), "language.layers.0.self_attention.core_attention"),
+    "axes": ("qwen2.5-vl", language(mrope_section=(1, 2, 1)), "language.layers.0.self_attention.core_attention"),
 }
 
 
@@ -458,23 +469,34 @@ def _doubled(module: Any, gradients: Any) -> Any:
 
 
 def parting(a: Side, b: Side, **options: Any) -> str | None:
-    batches = [(each, each) for each in synthetic_batches(a.config, 1, None)]
+    given = synthetic_batches(a.config, 1, None)
+    if a.config.model.language.mrope_section and a.config.model.video_token is not None:
+        given.append(hf.batch_of(a.config, VIDEOS["qwen"][0]))
+    batches = [(each, each) for each in given]
     rows = compared(Model(a.chunk, SINGLE_PRECISION), Model(b.chunk, SINGLE_PRECISION), batches, **options)
     return None if (row := first_parting(rows)) is None else row.name
 
 
-@pytest.mark.parametrize("fault", WEIGHTS)
+BUILT = ("llava", "internvl", "internvl-moe")
+
+
+def fast_of(faults: dict[str, Any]) -> list[Any]:
+    """Return the faults, those of a model that no other test here builds as slow ones."""
+    return [fault if given[0] in BUILT else slow(fault) for fault, given in faults.items()]
+
+
+@pytest.mark.parametrize("fault", fast_of(WEIGHTS))
 def test_a_wrong_weight_is_found_at_its_layer(folders: Folders, fault: str) -> None:
     family, key, change, where = WEIGHTS[fault]
     right, wrong = folders.side(family), folders.side(family, change=lambda model: model)
-    [weight] = [param for name, param in wrong.chunk.named_parameters() if name == key]
+    [weight] = [each for name, each in (*wrong.chunk.named_parameters(), *wrong.chunk.named_buffers()) if name == key]
     assert parting(right, wrong) is None
     with torch.no_grad():
         weight.copy_(change(weight.clone()))
     assert parting(right, wrong) == where
 
 
-@pytest.mark.parametrize("fault", OPTIONS)
+@pytest.mark.parametrize("fault", fast_of(OPTIONS))
 def test_a_wrong_option_is_found_at_its_layer(folders: Folders, fault: str) -> None:
     family, change, where = OPTIONS[fault]
     assert parting(folders.side(family), folders.side(family, change=change)) == where
@@ -489,17 +511,15 @@ def test_gradients_part_where_a_backward_pass_does(folders: Folders) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("family", ["llava", *(slow(name) for name in SINGLE if name != "llava")])
+@pytest.mark.parametrize("family", fast_and_slow(("llava", "gemma4-moe"), SINGLE))
 def test_rounding_is_no_parting(folders: Folders, family: str) -> None:
     """In bf16 as in fp32, and in Transformers as here."""
     right, half = folders.side(family), folders.side(family, "bf16")
     assert right.pretrained is not None
     batches = synthetic_batches(right.config, 2, right.pretrained.tiling)
-    # In bf16 a token of a layer of these takes another expert, which counts as parting.
-    if family not in ("gemma4-moe", "internvl-gpt-oss-moe"):
-        rows = compared(Model(right.chunk, HALF), Model(half.chunk, HALF), [(each, each) for each in batches])
-        assert first_parting(rows) is None
-        assert max(row.difference for row in rows) > 1e-4
+    rows = compared(Model(right.chunk, HALF), Model(half.chunk, HALF), [(each, each) for each in batches])
+    assert first_parting(rows) is None
+    assert max(row.difference for row in rows) > 1e-4
     inputs, theirs = right.pretrained.family.inputs, transformers_model(right.pretrained.folder.path)
     assert inputs is not None
     table = table_in_memory(right.pretrained.family, right.config.model)
