@@ -28,7 +28,7 @@ from megavlm.data.types import (
 )
 from megavlm.data.visuals import Visuals, stored
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.inputs.layout import Layout
+from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.video import Budget
 from megavlm.rules.defaults import resolve
@@ -170,17 +170,17 @@ class Encoder:
     def prompt_tokens(self, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the tokens of a conversation that ends with a question, unexpanded and expanded.
 
-        In the unexpanded form, each image or video is the chat template's placeholder, and each sound is one token
+        In the unexpanded form, each image or video is what the chat template writes for it, and each sound is one token
         between its marks; servers expand them. The expanded form is the model's input. Raises BadSample.
         """
-        layouts = self.visuals.layouts(conversation.images)
+        layouts, single = self.visuals.layouts(conversation.images), list[Prompt]()
+        for prompt, layout in ((each.prompt, each) for each in layouts):
+            written = self.chat.placeholder if layout.tiles else self.tokenizer.image_text.join(prompt.texts)
+            if layout.film is not None and self.chat.video_text is not None:
+                prompt, written = replace(prompt, number=None), self.chat.video_text
+            texts = tuple(written.split(self.tokenizer.image_text))
+            single.append(replace(prompt, texts=texts, runs=(1,) * (len(texts) - 1), each=()))
         expanded = [layout.prompt for layout in layouts]
-        around = tuple(self.chat.placeholder.split(self.tokenizer.image_text))
-        texts = [around if each.tiles else each.prompt.texts for each in layouts]
-        single = [
-            replace(each, texts=written, runs=(1,) * (len(written) - 1), each=())
-            for each, written in zip(expanded, texts, strict=True)
-        ]
         return self.chat.prompt(conversation, single), self.chat.prompt(conversation, expanded)
 
     def embedded(self, text: Turn) -> Sample:

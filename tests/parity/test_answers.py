@@ -192,6 +192,28 @@ def test_both_forms_of_a_prompt(name: str, tmp_path: Path, capsys: Any) -> None:
     assert preview.main([*data, "--tokens", str(given)]) == 2
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["glm4v", *map(slow, ("qwen2.5-vl", "qwen3-vl", "internvl", "onevision", "gemma4", "exaone4.5", "minicpmv-4.7"))],
+)
+def test_a_server_is_given_a_video_as_its_template_writes_it(name: str, tmp_path: Path, capsys: Any) -> None:
+    folder, _, processor = whole_folder(name, tmp_path)
+    (tmp_path / "clip").mkdir()
+    for number in range(4):
+        Image.fromarray(picture(60, 90, seed=number)).save(tmp_path / f"clip/{number}.png")
+    turns = [{"from": "human", "value": f"<video>\n{QUESTION}"}, {"from": "gpt", "value": ANSWER}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"video": "clip", "conversations": turns}))
+    data = ["--datasets", str(tmp_path / "train.jsonl"), "--init-from", str(folder), "--seq-length", "512"]
+    assert preview.main([*data, "--samples", "1", "--tokens"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    asked = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
+    text = processor.apply_chat_template(asked, add_generation_prompt=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    begin = tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
+    assert own["served"] == tokenizer.encode(text, add_special_tokens=begin)
+    assert len(own["expanded"]) > len(own["served"])
+
+
 SHORT = ["--max-new-tokens", "6", "--device", "cpu"]
 ASKED = "Which is the largest?"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -172,6 +173,19 @@ class ChatFormat:
             begins=self._writes_begin,
         )
         return encoded.tokens
+
+    @cached_property
+    def video_text(self) -> str | None:
+        """Return what the template writes for a part {"type": "video"}; None if nothing, or if it takes no parts."""
+        said, kinds = {"type": "text", "text": "\ue000"}, ("image", "video")
+        try:
+            given = [[{"role": "user", "content": [{"type": kind}, said]}] for kind in kinds]
+            image, video = (self._template().render(each) if self.in_parts else "" for each in given)
+        except TemplateError:
+            return None
+        before, _, after = image.partition(self.placeholder)
+        written = video.removeprefix(before).removesuffix(after)
+        return written if written and f"{before}{written}{after}" == video else None
 
     @property
     def _writes_begin(self) -> bool:
