@@ -25,6 +25,7 @@ from tests.support import hf
 from tests.support.covering import slow
 from tests.support.live_bytes import LiveBytes, standing_tensors
 from tests.support.pool import Pool, Pools
+from tests.support.predictors import with_predictor
 from tests.support.tiny_models import FAMILIES, SINGLE, square
 from tests.support.training import train_composed
 
@@ -53,6 +54,9 @@ def train_and_send(argv: list[str], run_dir: str, port: int, adapters: bool) -> 
 def _send(run: Any, port: int, adapters: bool) -> None:
     weights = Weights(run.engine.trained(), run.config, run.run_dir, adapters=adapters, bucket_bytes=BUCKET)
     described = [(meta.name, str(meta.dtype), list(meta.shape)) for meta in weights.metadata()]
+    words = Weights(run.engine.trained(), run.config, run.run_dir, parts=("language",)).metadata()
+    named = {name for name, *_ in described if "language_model." in name or name.startswith(("lm_head.", "mtp."))}
+    assert adapters or {meta.name for meta in words} == named
     largest = 0 if adapters else max(BUCKET, *(unit.bytes for unit in _units(weights._exported())))
     store, group = None, None
     if dist.get_rank() == 0:
@@ -104,6 +108,8 @@ def receive(port: int, out: str) -> None:
         slow("llava", 4, f"--tp 2 {LORA}", "export-lora"),
         slow("qwen3-vl-moe", 2, "--ep 2", "export"),
         slow("qwen3-vl-moe", 4, "--tp 2 --ep 2 --etp 2 --precision fp32", "export"),
+        slow("qwen3-vl-moe", 2, f"--ep 2 {LORA} --lora-targets experts language", "merge-lora"),
+        slow("qwen3.5", 2, "--tp 2 --set model.language.mtp_layers=1", "export"),
         slow("gemma3", 2, "--tp 2 --placement colocated", "export"),
         *(slow(name, 4, f"--tp 2 --pp 2{' --precision fp32' * ('moe' in name)}", "export") for name in SINGLE),
     ],
@@ -111,7 +117,8 @@ def receive(port: int, out: str) -> None:
 def test_a_receiver_gets_what_an_export_has(
     pools: Pools, tmp_path: Path, family: str, world: int, flags: str, command: str
 ) -> None:
-    folder = hf.save(FAMILIES[family][0](), tmp_path / "hf")
+    theirs = FAMILIES[family][0]()
+    folder = hf.save(with_predictor(theirs) if "mtp_layers" in flags else theirs, tmp_path / "hf")
     argv = f"{RUN} {flags} --init-from {folder} --image-sizes {square(family)}".split()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run, out, alone = str(tmp_path / "run"), str(tmp_path / "received"), command == "export-lora"
