@@ -16,7 +16,7 @@ from megavlm.arch.objectives import objective_of
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.adapters import table_in_memory
-from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader
+from megavlm.checkpoint.hf.checkpoint_reader import load_checkpoint
 from megavlm.checkpoint.hf.hf_files import DTYPES, transformers_model
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
@@ -40,10 +40,10 @@ from megavlm.inference.single_process import full_model, single_process_groups
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import index_of
 from megavlm.parallel.groups import Groups
 from megavlm.rules.defaults import resolve
-from megavlm.rules.load import as_data, from_yaml_file
+from megavlm.rules.fields import options, value_at
+from megavlm.rules.load import from_yaml_file
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -149,7 +149,7 @@ def side_of(
         load_weights([chunk], [pretrained], config, vocab_size=config.model.language.vocab_size)
         kept = {DTYPES[info.dtype] for info in pretrained.folder.tensors.values()}
     else:
-        kept = _load_checkpoint(chunk, folders.resolve(path))
+        kept = load_checkpoint([chunk], folders.resolve(path))
     return Side(
         config, chunk.to(backend.device).eval(), frozenset(each for each in kept if each.is_floating_point), pretrained
     )
@@ -167,25 +167,6 @@ def _of_run(path: Path) -> Config:
     run = from_yaml_file(file) if file.is_file() else Config()
     begun = CheckpointConfig(init_from=run.checkpoint.init_from, language_from=run.checkpoint.language_from)
     return Config(model=model, lora=saved.lora, data=run.data, train=run.train, checkpoint=begun)
-
-
-@torch.no_grad()
-def _load_checkpoint(chunk: VLMChunk, checkpoint: Path) -> set[torch.dtype]:
-    """Load a checkpoint of any layout into a model, main weights where stored; return the types of its weights."""
-    records = TrainedReader(checkpoint)
-    shards = list(chunk.shards())
-    if missing := [shard.key for shard in shards if shard.key not in records.stored]:
-        raise UserError(f"{checkpoint} lacks {missing[0]}: it is damaged, or of another version")
-    records.verify({shard.key for shard in shards})
-    found = set[torch.dtype]()
-    for shard in shards:
-        values = records.read(shard.key, 0, records.stored[shard.key].shape[0])
-        padded = values.new_zeros(shard.global_shape)
-        both = tuple(slice(min(sizes)) for sizes in zip(values.shape, padded.shape, strict=True))
-        padded[both] = values[both]
-        shard.data.copy_(padded[index_of(shard)])
-        found.add(values.dtype)
-    return found
 
 
 def _first_batches(config: Config, samples: int) -> Iterator[MicroBatch]:
@@ -220,13 +201,5 @@ def length_of_a_sample(model: ModelConfig, tiling: Tiling | None) -> int:
 
 def _options(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     """Return each option of the model configuration with its values in `a` and `b`."""
-
-    def leaves(values: Any, name: str) -> Iterator[tuple[str, Any]]:
-        if not isinstance(values, Mapping):
-            yield name, values
-            return
-        for key, value in values.items():
-            yield from leaves(value, f"{name}.{key}")
-
-    ours, theirs = (dict(leaves(as_data(config.model), "model")) for config in (a, b))
-    return {name: (ours.get(name), theirs.get(name)) for name in (*ours, *(theirs.keys() - ours.keys()))}
+    paths = {option.key: option.path for option in options() if option.path[0] == "model"}
+    return {key: (value_at(a, path), value_at(b, path)) for key, path in paths.items()}

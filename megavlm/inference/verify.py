@@ -26,7 +26,7 @@ from megavlm.inference.parting import Model, Row, beside_transformers, first_par
 from megavlm.inference.single_process import full_model, single_process_groups
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import index_of
+from megavlm.model.weights import set_whole
 from megavlm.rules.defaults import resolve
 
 _ROUNDOFF = torch.finfo(torch.float32).eps / 2
@@ -121,12 +121,7 @@ def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
     same = replace(config, model=replace(config.model, image_token=saved.model.image_token))
     check_model(read_summary(checkpoint), same, checkpoint)
     source.records.verify(source.table)
-    with torch.no_grad():
-        for shard in chunk.shards():
-            values = source.whole(shard.key)
-            padded = values.new_zeros(shard.global_shape)
-            padded[tuple(map(slice, values.shape))] = values
-            shard.data.copy_(padded[index_of(shard)])
+    set_whole([chunk], source.whole)
 
 
 def _grids(batch: MicroBatch) -> str:

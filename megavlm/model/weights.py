@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -43,6 +43,18 @@ def initialize(
                 last = _whole(shard.key, shape, config, vocab_size=vocab_size)
             last_key = shard.key
         shard.data.copy_(last[index if experts is None else (slice(None), *index[1:])])
+
+
+@torch.no_grad()
+def set_whole(chunks: Sequence[HoldsWeights], read: Callable[[str], Tensor]) -> None:
+    """Set all weights of chunks from whole tensors, which `read` returns without the padding of any layout."""
+    for chunk in chunks:
+        for shard in chunk.shards():
+            values = read(shard.key)
+            padded = values.new_zeros(shard.global_shape)
+            both = tuple(slice(min(sizes)) for sizes in zip(values.shape, padded.shape, strict=True))
+            padded[both] = values[both]
+            shard.data.copy_(padded[index_of(shard)])
 
 
 def index_of(shard: ShardedTensor) -> tuple[slice, ...]:

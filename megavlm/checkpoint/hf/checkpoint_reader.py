@@ -6,7 +6,7 @@ largest tensor, and copies each byte twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,8 @@ from megavlm.checkpoint.items import Record, read_items
 from megavlm.checkpoint.manifest import Damaged, first_look
 from megavlm.errors import UserError
 from megavlm.families.shared.table import Shape
+from megavlm.model.vlm import HoldsWeights
+from megavlm.model.weights import set_whole
 
 _AVERAGES = "optimizer.state.ema."
 _MAIN = "optimizer.state.param."
@@ -109,6 +111,26 @@ class TrainedReader(CheckpointReader):
 
     def _held(self, key: str) -> str:
         return next((held for kind in self._kinds if (held := kind + key) in self.stored), key)
+
+
+def load_checkpoint(chunks: Sequence[HoldsWeights], checkpoint: Path) -> set[torch.dtype]:
+    """Load the weights of a checkpoint of any layout into the chunks of a rank; return the types in which it has them.
+
+    Raises UserError if the checkpoint lacks a weight or is damaged.
+    """
+    records, found = TrainedReader(checkpoint), set[torch.dtype]()
+    keys = {shard.key for chunk in chunks for shard in chunk.shards()}
+    if missing := sorted(keys - records.stored.keys()):
+        raise UserError(f"{checkpoint} lacks {missing[0]}: it is damaged, or of another version")
+    records.verify(keys)
+
+    def read(key: str) -> Tensor:
+        values = records.read(key, 0, records.stored[key].shape[0])
+        found.add(values.dtype)
+        return values
+
+    set_whole(chunks, read)
+    return found
 
 
 _values_at = cache(Record.values_at)  # cached for each record: an export reads a record some rows at a time
