@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megavlm.arch.objectives import objective_of
 from megavlm.checkpoint import folders
-from megavlm.checkpoint.hf.embedding_files import is_in_parts
+from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_file_of_parts
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 from megavlm.checkpoint.manifest import MANIFEST
-from megavlm.config.schema import DataConfig
+from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, ObjectiveConfig, TrainConfig
 from megavlm.errors import UserError
+from megavlm.families.shared.family import ALL_PARTS
 from megavlm.files import open_to_append, replace_file
 from megavlm.paths import read_bytes
 from megavlm.program import program
-from megavlm.rules.load import from_yaml_file
+from megavlm.rules.check import idle
+from megavlm.rules.fields import options, value_at
+from megavlm.rules.load import as_data, from_yaml_file
 from megavlm.storage.cache import local_path
 
 EXPORTS = "exports"  # in a run folder
-# Data options on which the text and the pixels of a sample depend.
+# Data options on which the text and the pixels of a sample depend, and which of its tokens are trained.
 _MAKE_SAMPLES = (
-    *("tokenizer", "chat_template", "enable_thinking", "image_processor"),
+    *("tokenizer", "chat_template", "train_on", "enable_thinking", "image_processor"),
     *("min_pixels", "max_pixels", "max_image_pixels", "fast_image_resize"),
     *("video_fps", "video_max_frames", "video_max_tokens", "video_sound"),
 )
@@ -38,10 +44,40 @@ class ModelFolder:
     data: DataConfig
     digest: str  # hash that identifies the weights
     results: Path  # default folder for results of this model
+    seq_length: int | None = None  # of the training
+    is_checkpoint: bool = False  # the folder is a checkpoint, of a run that cannot be exported
+
+    def as_run(self) -> tuple[Config, list[str]]:
+        """Return the configuration of a run that begins with this model, and words for --set that describe it.
+
+        Of the training's options, those without effect are left out. A checkpoint's weights have to be loaded apart.
+        """
+        said = Config(data=replace(self.data, kind="files"), train=TrainConfig(seq_length=self.seq_length))
+        if self.is_checkpoint:
+            from megavlm.checkpoint.summary import model_of, read_summary
+
+            saved = model_of(read_summary(self.folder), self.folder)
+            if objective_of(saved.model).pools:
+                raise UserError(
+                    f"{self.folder} was trained with --objective {saved.model.objective.kind}: it predicts no token"
+                )
+            model = replace(saved.model, freeze=None, objective=ObjectiveConfig())
+            said = replace(said, model=model, lora=saved.lora)
+        elif is_in_parts(self.folder):
+            places = {f"{part}_from": str(self.folder / part) for part in ALL_PARTS}
+            model = read_file_of_parts(self.folder, ModelConfig())
+            said = replace(said, model=model, checkpoint=CheckpointConfig(**places))
+        else:
+            said = replace(said, checkpoint=CheckpointConfig(init_from=str(self.folder)))
+        config = with_pretrained_model(said, weights=False)
+        without = {option.path for option, _ in idle(config)}
+        values = {each: value_at(said, each.path) for each in options() if each.path not in without}
+        return config, [f"{each.key}={json.dumps(as_data(v))}" for each, v in values.items() if v != each.default]
 
 
-def model_folder(path: Path) -> ModelFolder:
-    """Return the Hugging Face folder at `path`, or for a run the export of its newest checkpoint.
+def model_folder(path: Path, *, unexported: bool = False) -> ModelFolder:
+    """Return the Hugging Face folder at `path`, or for a run the export of its newest checkpoint; if `unexported`, the
+    checkpoint itself for a run that did not begin with a Hugging Face folder.
 
     A Hugging Face folder may be an export in parts, or a name on the hub. The export of a run is
     `RUN_DIR/exports/iter_…` with adapters merged; it is written if it is missing or has other weights, which a line on
@@ -61,9 +97,10 @@ def model_folder(path: Path) -> ModelFolder:
             "Hugging Face folder"
         ) from error
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
-    digest = _digest_of(checkpoint)
-    folder = _exported(checkpoint, run_dir / EXPORTS, digest)
-    return ModelFolder(folder, _data_options(run_dir), digest, run_dir / "evaluations" / checkpoint.name)
+    digest, (data, length) = _digest_of(checkpoint), _of_training(run_dir)
+    is_kept = unexported and not _begun_with_files(checkpoint)
+    folder = checkpoint if is_kept else _exported(checkpoint, run_dir / EXPORTS, digest)
+    return ModelFolder(folder, data, digest, run_dir / "evaluations" / checkpoint.name, length, is_kept)
 
 
 def _digest_of(checkpoint: Path) -> str:
@@ -100,6 +137,17 @@ def _exported(checkpoint: Path, exports: Path, digest: str) -> Path:
     return out
 
 
+def _begun_with_files(checkpoint: Path) -> bool:
+    """Return whether the run of a checkpoint began with a Hugging Face folder."""
+    from megavlm import backend
+
+    backend.activate()
+
+    from megavlm.checkpoint.hf.sidecar import sidecars
+
+    return bool(sidecars(checkpoint))
+
+
 def _export(checkpoint: Path, out: Path) -> None:
     from megavlm import backend
 
@@ -112,13 +160,15 @@ def _export(checkpoint: Path, out: Path) -> None:
     export_run(checkpoint, out, merge=bool(saved.lora.rank), averaged=False)
 
 
-def _data_options(run_dir: Path) -> DataConfig:
-    """Return the data options with which the run encoded its records; defaults if it has no config.yaml."""
+def _of_training(run_dir: Path) -> tuple[DataConfig, int | None]:
+    """Return the data options with which the run encoded its records, and its --seq-length; defaults if it has no
+    config.yaml.
+    """
     file = run_dir / "config.yaml"
     if not file.is_file():
-        return DataConfig()
+        return DataConfig(), None
     config = from_yaml_file(file)
     data = replace(DataConfig(), **{name: getattr(config.data, name) for name in _MAKE_SAMPLES})
-    if data.video_max_tokens is None and config.train.seq_length is not None:
-        return replace(data, video_max_tokens=config.train.seq_length // 2)  # fix the run's default
-    return data
+    if (length := config.train.seq_length) is not None and data.video_max_tokens is None:
+        data = replace(data, video_max_tokens=length // 2)  # fix the run's default
+    return data, length

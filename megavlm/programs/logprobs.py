@@ -1,8 +1,9 @@
 """Write the log-probability of each trained token: `megavlm logprobs RUN_DIR data.jsonl --out scores --tp 2`.
 
 The arguments after the data are options of training: layout, precision, sequence length, format of records. The model
-is exported as for `megavlm chat`, adapters merged. Samples are made from the records as in training, each once, and
-written as rows of parquet files. The same command resumes after an interruption, also with another layout.
+is exported as for `megavlm chat`, adapters merged; that of a run from random weights is read from its checkpoint.
+Samples are made from the records as in training, each once, and written as rows of parquet files. The same command
+resumes after an interruption, also with another layout.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megavlm.command_line.commands import Parser, count, progress, reported
-from megavlm.command_line.configuration import to_train, with_model
-from megavlm.command_line.parsing import parse
-from megavlm.config.schema import Config, DataConfig
+from megavlm.command_line.configuration import to_train
+from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import check_folder, open_new, replace_file
 from megavlm.json_files import read_json
 from megavlm.programs.train import enter_world
+from megavlm.rules.extensions import without_extensions
+
+if TYPE_CHECKING:
+    from megavlm.inference.folders import ModelFolder
 
 _ROWS = 1000  # samples per parquet file
 _GROUP = 16  # samples that a reader of one has to read (distillation reads them in any order)
@@ -38,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     given, training = parser.parse_known_args(argv[len(words) :])
     if len(words) < 2:
         parser.error("give a run or Hugging Face folder and data sets, before any option")
+    without_extensions(training)  # which the model may need
     _write(given, Path(words[0]), words[1:], training)
     return 0
 
@@ -60,8 +64,8 @@ def _write(given: argparse.Namespace, model: Path, data: Sequence[str], training
     launched = enter_world()
     from megavlm.inference.folders import model_folder
 
-    found = model_folder(model)
-    config, world = to_train(_run_words(found.folder, found.data, data, given.out, training), launched=launched)
+    found = model_folder(model, unexported=True)
+    config, world = to_train(_run_words(found, data, given.out, training), launched=launched)
     if world < launched:
         raise UserError(f"{launched} processes were started, and the layout takes {world}: start so many")
     if given.top_k is not None and given.top_k > (size := config.model.language.vocab_size or given.top_k):
@@ -73,28 +77,25 @@ def _write(given: argparse.Namespace, model: Path, data: Sequence[str], training
         "entropy": given.entropy,
         "seq_length": config.train.seq_length,
     }
-    _score(config, given.out, settings)
+    _score(config, given.out, settings, found.folder if found.is_checkpoint else None)
 
 
-def _run_words(folder: Path, data: DataConfig, records: Sequence[str], out: Path, training: Sequence[str]) -> list[str]:
-    """Return the arguments of a training run with the model of a folder and the records as its validation data.
+def _run_words(found: ModelFolder, records: Sequence[str], out: Path, training: Sequence[str]) -> list[str]:
+    """Return the arguments of a training run with this model and the records as its validation data.
 
     Only the projector is trained, so that no other part has gradients and optimizer states; of a language model alone,
-    adapters that change nothing.
+    adapters that change nothing; of a checkpoint with adapters, these.
     """
-    model = with_model(parse(["--init-from", str(folder)]), weights=False).model
-    sees = model.vision.num_layers or model.vision.encoder_free
-    frozen = ("--freeze", "vision", *["audio"] * (model.audio.num_layers > 0), "language")
-    kept = [
-        f"data.{each.name}={json.dumps(value)}"
-        for each in fields(DataConfig)
-        if (value := getattr(data, each.name)) != getattr(DataConfig(), each.name)
-    ]
+    config, settings = found.as_run()
+    model = config.model
+    trained = ("--freeze", "vision", *["audio"] * (model.audio.num_layers > 0), "language")
+    if config.lora.rank:
+        trained = ()
+    elif not (model.vision.num_layers or model.vision.encoder_free):
+        trained = ("--lora-rank", "1")
     return [
-        *("--init-from", str(folder), "--run-dir", str(out / "run"), "--datasets", *records, "--validation", *records),
-        *(frozen if sees else ("--lora-rank", "1")),
-        *"--train-iters 1 --no-save --no-tensorboard".split(),
-        *(("--set", *kept) if kept else ()),
+        *("--run-dir", str(out / "run"), "--datasets", *records, "--validation", *records),
+        *(*trained, *"--train-iters 1 --no-save --no-tensorboard --set".split(), *settings),
         *training,
     ]
 
@@ -106,7 +107,7 @@ def _check_pyarrow() -> None:
         raise UserError("parquet files need pyarrow: pip install pyarrow") from error
 
 
-def _score(config: Config, out: Path, settings: dict[str, Any]) -> None:
+def _score(config: Config, out: Path, settings: dict[str, Any], checkpoint: Path | None) -> None:
     from megavlm import backend as backends
 
     backend = backends.activate()
@@ -121,7 +122,8 @@ def _score(config: Config, out: Path, settings: dict[str, Any]) -> None:
     say = progress(10.0)
     rows: list[dict[str, Any]] = []
     files, samples, skipped = done.get("files", 0), done.get("samples", 0), done.get("skipped", 0)
-    for batch in scored(config, backend, top=settings["top_k"] or 0, state=done.get("state")):
+    top, state = settings["top_k"] or 0, done.get("state")
+    for batch in scored(config, backend, top=top, state=state, checkpoint=checkpoint):
         rows += [_row(*each, settings) for each in batch.samples]
         samples, skipped = samples + len(batch.samples), skipped + batch.skipped
         if dist.get_rank() == 0 and (len(rows) >= _ROWS or batch.last):

@@ -10,6 +10,7 @@ import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.backend import Backend
+from megavlm.checkpoint.hf.checkpoint_reader import load_checkpoint
 from megavlm.config.schema import Config
 from megavlm.data.types import LoaderState, SampleId, StepData
 from megavlm.inputs.batch import MicroBatch
@@ -48,14 +50,19 @@ class ScoredBatch:
     last: bool
 
 
-def scored(config: Config, backend: Backend, *, top: int, state: LoaderState | None) -> Iterator[ScoredBatch]:
+def scored(
+    config: Config, backend: Backend, *, top: int, state: LoaderState | None, checkpoint: Path | None = None
+) -> Iterator[ScoredBatch]:
     """Build the run of a configuration, and yield the scores of its validation samples, resumed from `state`.
 
-    Every rank iterates to the end. Raises UserError for a run that cannot be built or a state of other data.
+    With `checkpoint`, the model has this checkpoint's weights in place of those with which a run would begin. Every
+    rank iterates to the end. Raises UserError for a run that cannot be built or a state of other data.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # what a run says of its training
         run = build(config, backend)
     try:
+        if checkpoint is not None:
+            load_checkpoint(run.engine.trained().chunks, checkpoint)
         yield from scored_batches(run, top=top, state=state)
     finally:
         close(run)

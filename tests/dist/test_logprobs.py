@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from megavlm.command_line.configuration import to_train
 from megavlm.config.schema import DataConfig, DatasetConfig, ModelConfig
 from megavlm.data.records import open_records
 from megavlm.data.types import Sample
+from megavlm.inference.folders import ModelFolder
 from megavlm.inference.model import TrainedModel
 from megavlm.parallel.groups import destroy_groups
 from megavlm.programs import logprobs
@@ -25,11 +26,12 @@ from megavlm.programs.logprobs import _row, _run_words, _write_rows
 from megavlm.train.token_scores import scored_batches
 from tests.support import hf
 from tests.support.covering import slow
-from tests.support.data_files import sources_of, write_all, write_held_out, write_llava, write_tokenizer
+from tests.support.data_files import sources_of, write_all, write_held_out, write_tokenizer
+from tests.support.processors import picture
 from tests.support.tiny_models import tiny
-from tests.support.training import LEAN, assert_same_curve, metrics, started, train
+from tests.support.training import LEAN, assert_same_curve, metrics, started, train, train_composed
+from tests.support.whole_models import whole_folder
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("positions", "tokens", "logprobs", "entropies", "top_tokens", "top_logprobs")
 
 
@@ -68,7 +70,10 @@ def expected_of(folder: Path, data: str) -> dict[tuple[str, int], list[np.ndarra
         images = tuple(source.visuals.load(read.images, image) for image in encoded.images)
         batch = model.batch([Sample(encoded.tokens, encoded.trained, images, encoded.tile_groups)])
         with torch.no_grad():
-            logits = model.module(**model.inputs(batch, torch.ones_like(batch.text.tokens)), use_cache=False).logits
+            if model.is_own:
+                logits = model.module(batch, logits=True)
+            else:
+                logits = model.module(**model.inputs(batch, torch.ones_like(batch.text.tokens)), use_cache=False).logits
         logprobs = torch.log_softmax(logits[0].double(), -1)
         places = torch.nonzero(torch.from_numpy(encoded.trained)).flatten()
         rows, tokens = logprobs[places - 1], torch.from_numpy(encoded.tokens)[places]
@@ -79,29 +84,101 @@ def expected_of(folder: Path, data: str) -> dict[tuple[str, int], list[np.ndarra
     return found
 
 
-@pytest.mark.slow
-def test_scores_are_those_of_transformers(pools, tmp_path):
-    """The first files are one process's, the rest that of two, which continue; sequences are packed."""
+TALKS: list[tuple[dict[str, Any], list[str]]] = [  # what is shown, questions and answers in turn
+    ({"image": "0.png"}, ["<image>\nWhich is the largest?", "A cat and a dog."]),
+    ({}, ["How many?", "A cat.", "Which is the largest?", "The dog."]),
+    ({"image": ["1.png", "0.png"]}, ["<image>\n<image>\nWhich?", "The largest is the cat."]),
+    ({"image": "1.png"}, ["<image>\nHow many?", "A cat and a dog."]),
+    ({"video": "clip"}, ["<video>\nHow many?", "A dog and a cat."]),
+    ({}, ["Which is the largest?", "A cat and a dog."]),
+]
+
+
+def write_talks(folder: Path, shows: Sequence[str]) -> str:
+    """Write six records with what is among `shows`, and their images; of a video the frames."""
+    (folder / "clip").mkdir(parents=True)
+    for number, size in enumerate([(60, 90), (97, 53)]):
+        Image.fromarray(picture(*size, seed=number)).save(folder / f"{number}.png")
+    for number in range(4):
+        Image.fromarray(picture(60, 90, seed=number)).save(folder / f"clip/{number}.png")
+    lines = [
+        {**shown, "conversations": [{"from": ("human", "gpt")[at % 2], "value": text} for at, text in enumerate(said)]}
+        for shown, said in TALKS
+        if set(shown) <= {*shows}
+    ]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, (3 * lines)[:6])))
+    return str(folder / "data.jsonl")
+
+
+def folder_of(name: str, root: Path) -> Path:
+    """Write a model with its tokenizer and processor; of a language model alone, with a tokenizer of words."""
+    if not name.startswith("text"):
+        return whole_folder(name, root)[0]
+    folder = hf.save(tiny(name), root / "hf")
+    (folder / "chat_template.jinja").unlink()
+    return write_tokenizer(folder)
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
-    runpy.run_path(str(ROOT / "examples/first_run/small_model.py"))["main"](tmp_path / "model")
-    data = write_llava(tmp_path, samples=9, most_words=4)
-    data.rename(tmp_path / "images/data.jsonl")
-    words = [*(str(tmp_path / name) for name in ("model", "images/data.jsonl")), "--out", str(tmp_path / "out")]
-    words += "--entropy --top-k 3 --precision fp32 --seq-length 256 --global-batch-size 2 --num-workers 0".split()
-    pools(1).run(write, words, 2)
+    return [row for file in sorted(out.glob("part-*.parquet")) for row in pq.read_table(file).to_pylist()]
+
+
+SEEN = ("image", "video")
+FULL, LORA = "--lr 1e-2", "--lr 1e-2 --lora-rank 2 --lora-alpha 8 --lora-targets language vision"
+IN_PARTS = "--projector-kind qformer"
+
+
+@pytest.mark.parametrize(
+    ("name", "shows", "world", "layout", "trained"),
+    [
+        ("qwen3-vl", SEEN, 1, "", ""),
+        slow("qwen3-vl", SEEN, 4, "--tp 2 --pp 2 --vpp 2", LORA),
+        slow("qwen2.5-vl", SEEN, 2, "--tp 2", ""),
+        slow("internvl", SEEN, 2, "--pp 2", LORA),
+        slow("gemma3", ("image",), 2, "--cp 2", ""),
+        slow("gemma4", SEEN, 2, "--tp 2", FULL),
+        slow("qwen3.5", SEEN, 2, "--cp 2", ""),
+        slow("qwen3.5-moe", SEEN, 2, "--tp 2 --ep 2", ""),
+        slow("qwen3-vl-moe", SEEN, 2, "--ep 2", LORA.replace("language vision", "experts language")),
+        slow("glm4v-moe", SEEN, 4, "--tp 2 --ep 2 --etp 2", ""),
+        slow("onevision", SEEN, 2, "--data-parallel-sharding full", ""),
+        slow("minicpmv-4.7", SEEN, 2, "--pp 2 --placement colocated", ""),
+        slow("llava", ("image",), 2, "--tp 2", IN_PARTS),
+        slow("text-llama", (), 2, "--tp 2", FULL),
+    ],
+)
+def test_scores_are_those_of_transformers(pools, tmp_path, name, shows, world, layout, trained):
+    """The first files are one process's, the rest those of others, which continue; sequences are packed. A run that was
+    trained is scored as its export, adapters merged; where Transformers has no such model, as on one process.
+    """
+    given, data = folder_of(name, tmp_path), write_talks(tmp_path / "data", shows)
+    options = "--precision fp32 --seq-length 512 --global-batch-size 2 --packing-window 2 --num-workers 0".split()
+    model = given
+    if trained:
+        begun = ["--init-from", str(given)]
+        if trained == IN_PARTS:
+            begun = [word for part in ("vision", "language") for word in (f"--{part}-from", str(given))]
+        argv = [*begun, "--datasets", data, *options, *trained.split()]
+        model = tmp_path / "run"
+        pools(1).run(train_composed, [*argv, *"--train-iters 2 --lr-warmup-iters 0".split()], str(model))
+    words = [str(model), data, "--out", str(tmp_path / "out"), "--entropy", "--top-k", "3", *options]
+    pools(1).run(write, words, 1)
     state = json.loads((tmp_path / "out/position.json").read_text())
-    assert (state["files"], state["last"]) == (2, False)
-    pools(2).run(write, [*words, "--tp", "2"])
-    files = sorted((tmp_path / "out").glob("part-*.parquet"))
-    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
-    expected = expected_of(tmp_path / "model", words[1])
-    assert len(files) > 2
+    assert (state["files"], state["last"]) == (1, False)
+    pools(world).run(write, [*words, *layout.split()])
+    rows = rows_of(tmp_path / "out")
+    expected = expected_of(model / "exports/iter_0000002" if trained else model, data)
+    assert len(list((tmp_path / "out").glob("part-*"))) > 1
     assert sorted(row["record"] for row in rows) == sorted(expected)
     for row in rows:
-        for name, theirs in zip(NAMES, expected[row["record"]], strict=True):
+        for field, theirs in zip(NAMES, expected[row["record"]], strict=True):
             exact = np.issubdtype(theirs.dtype, np.integer)
-            np.testing.assert_allclose(row[name], theirs, rtol=0, atol=0 if exact else 1e-4, err_msg=name)
+            np.testing.assert_allclose(row[field], theirs, rtol=0, atol=0 if exact else 1e-4, err_msg=field)
+    if trained in (FULL, LORA):
+        before = expected_of(given, data)
+        assert max(np.abs(expected[each][2] - before[each][2]).max() for each in expected) > 1e-3, "it has learned"
     with pytest.raises(AssertionError):
         pools(1).run(write, [*words, "--top-k", "2"])
 
@@ -119,7 +196,8 @@ def test_little_is_trained_while_scores_are_computed(name: str, trained: str, tm
     write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "data.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
     more = ["--tokenizer", str(tmp_path / "tokenizer")]
-    words = _run_words(folder, DataConfig(), [str(tmp_path / "data.jsonl")], tmp_path / "out", more)
+    found = ModelFolder(folder, DataConfig(video_max_tokens=50), "", tmp_path)  # of which a model of text has no use
+    words = _run_words(found, [str(tmp_path / "data.jsonl")], tmp_path / "out", more)
     assert trained in " ".join(words)
     to_train(words, launched=1)  # it is not refused
 
@@ -158,6 +236,36 @@ def test_any_layout_scores_the_same(pools, tmp_path, world, layout, model):
     assert ours.keys() == theirs.keys()
     for record, pieces in theirs.items():
         for mine, piece in zip(ours[record], pieces, strict=True):
+            for name, own, other in zip(NAMES, mine, piece, strict=True):
+                np.testing.assert_allclose(own, other, rtol=1e-5, atol=0, err_msg=f"{name} of {record}")
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "model"),
+    [
+        (1, "", "--lora-rank 4"),
+        slow(2, "--tp 2", ""),
+        slow(2, "--data-parallel-sharding full", ""),
+        slow(4, "--tp 2 --pp 2 --placement colocated", "--set model.language.tie_embeddings=true"),
+    ],
+)
+def test_a_run_from_random_weights_is_scored_by_its_checkpoint(pools, tmp_path, world, layout, model):
+    """As by the run itself, resumed; with its tokenizer, sequence length and which tokens are trained."""
+    folder = write_held_out(tmp_path / "files", samples=9, lines=5)
+    held = [f"{folder / 'held/chat.jsonl'},image_root={folder / 'held/images'}", f"{folder / 'held/book.txt'}"]
+    argv = [*LEAN, *sources_of(folder), "--validation", *held, *model.split()]
+    argv += "--images-per-sample 1 --image-sizes --seq-length 96 --train-on last --lr 1e-2 --train-iters 2".split()
+    run, out = tmp_path / "run", tmp_path / "out"
+    pools(1).run(train, argv, str(run))
+    (expected,) = pools(1).run(scores, argv, str(run))
+    pools(world).run(write, [str(run), *held, "--out", str(out), "--entropy", "--top-k", "3", *layout.split()])
+    found: dict[str, list[Any]] = {}
+    for row in rows_of(out):
+        found.setdefault(f"{row['data_set']}/{row['record']}", []).append([row[name] for name in NAMES])
+    assert found.keys() == expected.keys()
+    assert not (run / "exports").exists()
+    for record, pieces in expected.items():
+        for mine, piece in zip(found[record], pieces, strict=True):
             for name, own, other in zip(NAMES, mine, piece, strict=True):
                 np.testing.assert_allclose(own, other, rtol=1e-5, atol=0, err_msg=f"{name} of {record}")
 

@@ -21,7 +21,7 @@ from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Conversation, ImageRef, Role, Segment, Turn, VideoRef
 from megavlm.inference.assistant import Assistant, Sampling
-from megavlm.inference.folders import _data_options
+from megavlm.inference.folders import _of_training
 from megavlm.programs import chat, preview
 from megavlm.programs.evaluation import evaluate
 from megavlm.train.generate import generate
@@ -35,7 +35,7 @@ from tests.support.tokenizers import tokenizers_in
 from tests.support.whole_models import LIKE, PROCESSORS, answer_of_transformers, whole_folder
 
 LENGTH = 12
-LATER = ("qianfan", "lighton", "cosmos3", "glm4.6v", "glm-ocr", "minicpmv-4.6", "cohere2-vision")  # others' parts
+LATER = "qianfan lighton cosmos3 glm4.6v glm-ocr minicpmv-4.6 cohere2-vision qwen3.5 qwen3.5-moe".split()  # others'
 Said = tuple[Role, tuple[str | int, ...]]  # a number is an image
 TALKS: list[list[Said]] = [
     [("user", (0, "Which is the largest?"))],
@@ -357,10 +357,11 @@ def test_an_answer_is_what_follows_its_thoughts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_has_the_options_of_data_that_it_was_trained_with(tmp_path: Path) -> None:
-    assert _data_options(tmp_path) == DataConfig()
+    assert _of_training(tmp_path) == (DataConfig(), None)
     for given, expected in (("", 300), ("data: {enable_thinking: false, video_max_tokens: 50}", 50)):
         (tmp_path / "config.yaml").write_text(f"train: {{seq_length: 600}}\n{given}\n")
-        found = _data_options(tmp_path)
+        found, length = _of_training(tmp_path)
+        assert length == 600
         assert (found.video_max_tokens, found.enable_thinking) == (expected, False if given else None)
 
 

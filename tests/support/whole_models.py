@@ -37,6 +37,8 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-vl": ("qwen3-vl", {"patch_size": 16}, {}),
     "qwen3-vl-moe": ("qwen3-vl-moe", {"patch_size": 16}, {}),
     "cosmos3": ("cosmos3", {"patch_size": 16}, {}),
+    "qwen3.5": ("qwen3.5", {"patch_size": 16}, {}),
+    "qwen3.5-moe": ("qwen3.5-moe", {"patch_size": 16}, {}),
     "paddleocr-vl": ("paddleocr-vl", {"patch_size": 14, "image_size": 56}, {}),
     "video-llama-3": ("video-llama-3", {"patch_size": 14}, {}),
     "kimi": ("kimi-moe", {"patch_size": 14}, {}),
@@ -50,7 +52,7 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 # Whose processor a model has that has none of its own.
 PROCESSORS = {
-    **dict.fromkeys(("qwen3-vl-moe", "cosmos3"), "qwen3-vl"),
+    **dict.fromkeys(("qwen3-vl-moe", "cosmos3", "qwen3.5", "qwen3.5-moe"), "qwen3-vl"),
     **dict.fromkeys(("glm4.6v", "glm4v-moe", "glm-ocr"), "glm4v"),
 }
 
