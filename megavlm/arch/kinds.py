@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 from typing import TypeVar
 
 from megavlm.arch.audio import AudioEmbed, AudioLayer, AudioProjector
@@ -66,7 +67,8 @@ from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.transformer import LanguageLayer, MixtureLayer, TransformerKind, VisionLayer
 from megavlm.arch.workload import Workload, of_merged
 from megavlm.config.derived import has_experts
-from megavlm.config.schema import Config, ModelConfig
+from megavlm.config.lora_config import ROUTED_EXPERTS, SHARED_EXPERT, is_target
+from megavlm.config.schema import Config, LoraConfig, ModelConfig
 
 Entry = TypeVar("Entry")
 
@@ -152,9 +154,25 @@ def model_parameters(name: str, model: ModelConfig) -> int:
 
 
 def layout_parameters(name: str, layout: Scenario) -> int:
-    """Return a layer's parameters on a rank that one of `Scenario.layouts` covers: routed experts, or all others."""
+    """Return a layer's parameters on a rank that one of `Scenario.layouts` covers: routed experts, or all others, with
+    their adapters.
+    """
     count = _expert_parameters if layout.experts_alone else _own_parameters
-    return count(name, layout.model, layout.dims.tp)
+    return count(name, layout.model, layout.dims.tp) + adapter_parameters(name, layout)
+
+
+def adapter_parameters(name: str, layout: Scenario) -> int:
+    """Return the parameters of a layer's adapters on a rank that one of `Scenario.layouts` covers, without padding.
+
+    Of an expert's adapter, ETP is taken to divide both factors.
+    """
+    adapted = layout.lora.rank > 0 and name in layout.trained and not layout.trains(name)
+    return _adapter_parameters(name, layout.model, layout.lora, layout.dims.tp, layout.experts_alone) if adapted else 0
+
+
+def updated_parameters(name: str, layout: Scenario) -> int:
+    """Return a layer's trained parameters on a rank that one of `Scenario.layouts` covers: its own or its adapters'."""
+    return (layout_parameters if layout.trains(name) else adapter_parameters)(name, layout)
 
 
 def rank_parameters(name: str, scenario: Scenario) -> int:
@@ -170,6 +188,49 @@ def _own_parameters(name: str, model: ModelConfig, tp: int) -> int:
 @lru_cache(maxsize=65536)
 def _expert_parameters(name: str, model: ModelConfig, ranks: int) -> int:
     return kind_in(model, name).expert_parameters(model, ranks)
+
+
+# Linear layers, by their names in Transformers, that the bands of rows of each weight belong to. The linear layer of
+# any other weight has its name, without `linear_`.
+_LINEARS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "in_proj": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+    "gated linear_fc1": ("gate_proj", "up_proj"),
+    "gated linear_fc2": ("down_proj",),
+    "experts' linear_fc1": ("gate_up_proj", "gate_up_proj"),
+    "experts' linear_fc2": ("down_proj",),
+}
+
+
+@lru_cache(maxsize=65536)
+def _adapter_parameters(name: str, model: ModelConfig, lora: LoraConfig, tp: int, experts: bool) -> int:
+    """Return the elements of A [r, K] and B [M, r] of a layer's adapters on a rank. TP divides A where it divides the
+    inputs of the linear layer, and B where it divides the outputs.
+    """
+    total, weights = 0.0, _hidden_weights(name, model)
+    gated = any(len(each.bands) == 2 for path, each in weights.items() if path.endswith("linear_fc1.weight"))
+    for path, weight in weights.items():
+        owner, module = path.split(".")[-3:-1]
+        if bool(weight.experts) != experts or module == "router":
+            continue
+        kind = ("experts' " if experts else "gated " * gated) * module.startswith("linear_fc")
+        linears = _LINEARS.get(kind + module, (module.removeprefix("linear_"),))
+        layer = f"{name}.{owner}" if owner in (SHARED_EXPERT, ROUTED_EXPERTS) else name
+        rows = [
+            (linear, band.before(weight.rows))
+            for linear, band in zip(linears, weight.bands, strict=False)
+            if is_target(lora, layer, linear)
+        ]
+        by_inputs = experts or module in ("linear_proj", "out_proj", "linear_fc2")
+        by_outputs = experts or not (by_inputs or module.endswith("down_proj"))
+        a, b = weight.columns * len({linear for linear, _ in rows}), sum(count for _, count in rows)
+        total += (weight.experts or 1) * (a / (tp if by_inputs else 1) + b / (tp if by_outputs else 1))
+    return ceil(lora.rank * total)
 
 
 def hidden_weight_of(key: str, model: ModelConfig) -> HiddenWeight | None:

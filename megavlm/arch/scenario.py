@@ -24,7 +24,7 @@ from megavlm.config.derived import (
     overlapped,
     sequence_parallel,
 )
-from megavlm.config.schema import Config, ModelConfig, OptimizerConfig
+from megavlm.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
@@ -57,6 +57,7 @@ class Scenario:
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
     adapted: frozenset[str] = frozenset()  # layers whose linear layers' inputs stay for adapters
+    lora: LoraConfig = field(default_factory=LoraConfig)
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
     fp8_recipe: str = "tensorwise"  # how their operands are scaled
     offload: tuple[Offloaded, ...] = ()  # kinds of state in host memory
@@ -191,6 +192,7 @@ def scenario_of(
         weight_code=config.parallel.compress_weights,
         code_group=config.parallel.compress_group_size or 1,
         **_layer_sets(config, like),
+        lora=config.lora,
         fp8_recipe=config.precision.fp8_recipe,
         offload=offloaded(config),
         optimizer=config.optimizer.resolved(config.precision.dtype),

@@ -21,6 +21,7 @@ from megavlm.arch.kinds import (
     layout_parameters,
     leaves_weight_gradient,
     saved_bytes,
+    updated_parameters,
 )
 from megavlm.arch.layers import OUTPUT
 from megavlm.arch.scenario import HOST_PIECE, Code, Recompute, Scenario
@@ -298,4 +299,4 @@ def held_parameters(scenario: Scenario, start: int, end: int) -> float:
 
 def trained_parameters(scenario: Scenario, start: int, end: int) -> float:
     """Return the number of trained parameters of layers start … end−1 on a rank under one of `Scenario.layouts`."""
-    return sum(layout_parameters(name, scenario) for name in scenario.names[start:end] if scenario.trains(name))
+    return sum(updated_parameters(name, scenario) for name in scenario.names[start:end])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.arch.kinds import carried_bytes, hidden_bytes, kind_in, waiting_bytes
+from megavlm.arch.kinds import adapter_parameters, carried_bytes, hidden_bytes, kind_in, waiting_bytes
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, is_merged, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.schedules import Durations, PipelineShape
@@ -258,6 +258,7 @@ def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
         is_merged(name, vision),
         scenario.trains(name),
         name in scenario.adapted,
+        *(adapter_parameters(name, each) for each in scenario.layouts),
         scenario.gradient_reaches[index],
         name in scenario.fp8,
     )

@@ -15,15 +15,16 @@ from itertools import pairwise
 from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logits_bytes, predictions, vocabulary_shard
 from megavlm.arch.kind import FP32, ROUND, HiddenWeight
 from megavlm.arch.kinds import (
+    adapter_parameters,
     hidden_bytes,
     is_transformer,
     kind_in,
     layer_sizes,
     layout_parameters,
-    local_parameters,
     rank_parameters,
     saved_bytes,
     state_bytes,
+    updated_parameters,
     waiting_bytes,
 )
 from megavlm.arch.layer_sizes import mask_bytes, score_bytes
@@ -66,18 +67,25 @@ def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool 
 
     `copies_vocabulary`: a tied output layer is in another chunk than the embedding, and so has a copy of its weight.
     """
-    total, trained = Memory(), scenario.trains(name)
+    total = Memory()
     for layout in scenario.layouts:
-        count = layout_parameters(name, layout)
-        if copies_vocabulary and name == OUTPUT and ties_output(scenario.model) and layout is scenario:
-            count += vocabulary_shard(scenario.model, scenario.dims.tp)
-        total += Memory(weights=_fp8_copies(name, count, scenario))
-        if scenario.shards_gradients:
-            stays = 1.0 if scenario.sharding != "full" or not _is_unit(name, scenario) else _second_shard(scenario)
-            total += _sharded(name, count, layout, trained=trained, stays=stays)
-        else:
-            total += _model_state(name, count, layout, trained=trained)
+        for count, trained in _parts(name, layout):
+            if copies_vocabulary and name == OUTPUT and ties_output(scenario.model) and layout is scenario:
+                count += vocabulary_shard(scenario.model, scenario.dims.tp)
+            if trained == scenario.trains(name):  # adapters have none
+                total += Memory(weights=_fp8_copies(name, count, scenario))
+            if scenario.shards_gradients:
+                stays = 1.0 if scenario.sharding != "full" or not _is_unit(name, scenario) else _second_shard(scenario)
+                total += _sharded(name, count, layout, trained=trained, stays=stays)
+            else:
+                total += _model_state(name, count, layout, trained=trained)
     return total
+
+
+def _parts(name: str, layout: Scenario) -> list[tuple[int, bool]]:
+    """Return how many weights of its own a layer has and whether they are trained; with adapters, the same of these."""
+    added = adapter_parameters(name, layout)
+    return [(layout_parameters(name, layout) - added, layout.trains(name)), (added, True)][: 1 + (added > 0)]
 
 
 def _fp8_copies(name: str, count: float, scenario: Scenario) -> float:
@@ -166,8 +174,7 @@ def _widened(names: Sequence[str], scenario: Scenario) -> float:
     """Return the bytes of the fp32 copies of bf16 gradients that a rank's update needs; 0 if gradients are fp32."""
     if scenario.gradient_bytes == FP32 or scenario.shards_gradients:
         return 0.0
-    trained = [name for name in names if scenario.trains(name)]
-    return sum(FP32 * layout_parameters(name, each) / each.shards for name in trained for each in scenario.layouts)
+    return sum(FP32 * updated_parameters(name, each) / each.shards for name in names for each in scenario.layouts)
 
 
 def _reduced(name: str, scenario: Scenario) -> float:
@@ -175,10 +182,11 @@ def _reduced(name: str, scenario: Scenario) -> float:
 
     With codes, the gradients are freed before decoding, and decoded values exist twice while scales are applied.
     """
-    if not (scenario.shards_gradients and _is_unit(name, scenario) and scenario.trains(name)):
+    if not (scenario.shards_gradients and _is_unit(name, scenario)):
         return 0.0
     decoded = 2 * FP32 * _sent_share(scenario) if scenario.shards == scenario.dims.dp_cp else 0.0
-    return rank_parameters(name, scenario) * (scenario.gradient_bytes + max(scenario.bytes_each, decoded))
+    each = scenario.gradient_bytes + max(scenario.bytes_each, decoded)
+    return each * sum(updated_parameters(name, layout) for layout in scenario.layouts)
 
 
 def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
@@ -188,8 +196,8 @@ def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
     """
     total, alone = Memory(), encoder_scenario(scenario, vision_tp)
     for name in scenario.names[: scenario.names.index(EMBEDDING)]:
-        count = local_parameters(name, scenario.model, vision_tp)
-        total += _model_state(name, count, alone, trained=scenario.trains(name))
+        for count, trained in _parts(name, alone):
+            total += _model_state(name, count, alone, trained=trained)
     return total
 
 
@@ -352,7 +360,7 @@ def kept_numbers(name: str, layout: Scenario, count: float) -> float:
     """
     options = layout.optimizer
     state = count * state_numbers(layout)
-    if options.rule.matrix_cost is not None:
+    if options.rule.matrix_cost is not None and layout.trains(name):  # adapters are updated elementwise
         fewer = state_numbers(layout) - len(options.rule.state)
         state -= fewer * sum(weight.size for weight in _weights(name, layout)) / layout.dims.tp
     return state + count * (options.ema_decay > 0)

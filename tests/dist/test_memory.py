@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from megavlm.arch.ends import vocabulary_shard
-from megavlm.arch.kinds import local_parameters
+from megavlm.arch.kinds import rank_parameters
+from megavlm.arch.scenario import encoder_scenario, scenario_of
 from megavlm.backend import host_copies as host
-from megavlm.config.lora_config import is_adapter
 from megavlm.optim import stores
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES
@@ -52,13 +52,11 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
         config, plan, rank = run.config, run.plan, run.engine.groups.coords.pp
         step = predict(config, plan.dims, PROFILES["cpu"])
         host = step.host[rank] if step.host else HostMemory()
-        # Of parameters that ranks share all rows. Those of adapters are not counted.
-        named = (pair for chunk in run.engine.model_chunks for pair in chunk.named_parameters())
-        there = sum(p.numel() for name, p in named if not is_adapter(name))
+        there = sum(param.numel() for chunk in run.engine.model_chunks for param in chunk.parameters())
         chunks = [plan.chunks[index] for index in plan.dims.chunks_of(rank)]
-        ranks = plan.dims.ep * plan.dims.expert_tp
-        counted = sum(local_parameters(name, config.model, plan.dims.tp, ranks) for names in chunks for name in names)
-        counted += sum(local_parameters(name, config.model, plan.vision_tp) for name in plan.encoder)
+        scenario = scenario_of(config, plan.dims)
+        counted = sum(rank_parameters(name, scenario) for names in chunks for name in names)
+        counted += sum(rank_parameters(name, encoder_scenario(scenario, plan.vision_tp)) for name in plan.encoder)
         if config.model.language.tie_embeddings:
             copies = sum("output" in names and "embedding" not in names for names in chunks)
             counted += copies * vocabulary_shard(config.model, plan.dims.tp)

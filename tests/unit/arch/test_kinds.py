@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.image_tokens import TileGroup, feature_map, grid_of, smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.arch.kind import Band, LayerKind, hidden_weight
-from megavlm.arch.kinds import KINDS, hidden_weight_of
+from megavlm.arch.kinds import KINDS, adapter_parameters, hidden_weight_of
 from megavlm.arch.layers import (
     AUDIO_EMBED,
     AUDIO_LAYER,
@@ -26,11 +29,14 @@ from megavlm.arch.layers import (
     VISION_MERGER,
     kind_of,
     layer_names,
+    name_and_path,
     number_of,
     part_of,
 )
 from megavlm.arch.packing import assign, imbalance, pack
+from megavlm.arch.scenario import scenario_of
 from megavlm.backend import activate
+from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.inference.single_process import full_model, single_process_groups
@@ -148,6 +154,18 @@ def test_every_matrix_of_a_model_is_declared_in_its_shape(alone: Groups, flags: 
             continue
         assert declared is not None, key
         assert shape == (*((declared.experts,) if declared.experts else ()), declared.rows, declared.columns), key
+
+
+@pytest.mark.parametrize("flags", ["", EXPERTS, *(MODELS[name] for name in ("qwen3.5", "latents", "rich", "audio"))])
+def test_adapters_are_counted(alone: Groups, flags: str) -> None:
+    targets = "--lora-rank 4 --lora-targets vision language experts q_proj fc2".split()
+    config = resolved([*SMALL, *flags.split(), *targets])
+    found: Counter[str] = Counter()
+    for key, shape in unpadded_shapes(full_model(config, alone, BACKEND), config).items():
+        found[name_and_path(key)[0]] += prod(shape) * is_adapter(key)
+    layouts = scenario_of(config, Dims()).layouts
+    assert found == {name: sum(adapter_parameters(name, each) for each in layouts) for name in found}
+    assert found["language.layers.1"] > 0
 
 
 def test_queries_keys_and_values_are_matrices_apart() -> None:
