@@ -177,7 +177,7 @@ def learning_rate_schedule(config: Config) -> Iterator[str]:
         yield (
             f"--lr-warmup-iters {warmup} is longer than --train-iters {iterations}: shorten the warm-up or train longer"
         )
-    if warmup >= end:
+    if warmup >= end and optimizer.lr_decay_style != "constant":
         yield f"--lr-warmup-iters {warmup} leaves nothing to decay before {flag} {end}: use at most {end - 1}"
     if optimizer.lr_decay_style == "WSD" and warmup + optimizer.lr_wsd_decay_iters > end:
         yield (
