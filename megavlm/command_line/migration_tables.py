@@ -240,6 +240,12 @@ def _ffn(value: Any, given: Given) -> int:
     return hidden * 8 // 3 // 64 * 64 if given.get("swiglu") is True else 4 * hidden
 
 
+def _groups(value: Any, given: Given) -> Any:
+    if not given.get("group-query-attention"):
+        raise NoCounterpart("there it has no effect without group_query_attention")
+    return value
+
+
 def _in_steps(value: Any, given: Given) -> int:
     if not (batch := _number(given, "global-batch-size", 0)):
         raise NoCounterpart("counted in steps here, for which the global batch has to be a number")
@@ -320,6 +326,7 @@ CONVERSIONS: Mapping[str, Callable[[Any, Given], Any]] = {
     "files": _files,
     "first_word": lambda value, given: (value if isinstance(value, list) else str(value).split())[0],
     "frozen": _frozen,
+    "groups": _groups,
     "groups_to_fsdp": _groups_to_fsdp,
     "in_steps": _in_steps,
     "log_2_of_fp16": lambda value, given: round(log2(value)) if given["precision.dtype"] == "fp16" else None,
