@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 from megavlm.config.messages import shown
@@ -37,6 +38,8 @@ def data_identity(config: Config) -> dict[str, Any]:
     identity: dict[str, Any] = {"--data": kind, "--seed": config.train.seed}
     if kind == "files":
         identity |= {"--shuffle": data.shuffle, "--packing": data.packing, "--chat-template": data.chat_template}
+        identity |= {"--train-on": data.train_on, "data.enable_thinking": data.enable_thinking}
+        identity["--image-processor"] = data.image_processor and Path(data.image_processor).name  # which may be moved
         identity |= {"--min-pixels": data.min_pixels, "--max-pixels": data.max_pixels}
         identity |= {"--video-fps": data.video_fps, "data.video_max_frames": data.video_max_frames}
         identity |= {"--video-max-tokens": data.video_max_tokens, "data.video_sound": data.video_sound}

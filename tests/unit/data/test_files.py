@@ -267,6 +267,9 @@ def test_other_records_of_the_same_size_are_other_data(file: Path, record: int) 
         (["--seed", "5"], "--seed 1234, but this run has 5"),
         (["--no-shuffle"], "--shuffle True, but this run has False"),
         (["--no-packing"], "--packing True, but this run has False"),
+        (["--train-on", "last"], "--train-on 'assistant', but this run has last"),
+        (["--set", "data.enable_thinking=false"], "data.enable_thinking null, but this run has False"),
+        (["--image-processor", "models/a"], "--image-processor null, but this run has a"),
     ],
 )
 def test_the_option_that_changed_is_named(file: Path, argv: list[str], named: str) -> None:
