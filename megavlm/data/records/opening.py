@@ -13,7 +13,7 @@ from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records.containers import Choose, Container, FileRecords, Joined, Records, Renamed, renamed
 from megavlm.data.records.media import FindFile, FindVideo, file_below, stored_below, stored_video, video_below
-from megavlm.data.records.shapes import REJECTED, SHAPES, columns_of, record_of, shape_of
+from megavlm.data.records.shapes import REJECTED, SHAPES, UNASKED, columns_of, record_of, shape_of
 from megavlm.data.records.tables import TableFile, is_saved, saved_files
 from megavlm.data.records.tars import open_tars
 from megavlm.data.records.text_files import BOM, DELIMITERS, CsvFile, NotAnArray, SpanFile, array_spans, line_spans
@@ -67,7 +67,7 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None, answers: b
     single bad record, `read` raises BadSample.
     """
     if is_tars(source):
-        return open_tars(source, name_of(source))
+        return open_tars(source, name_of(source), answers=answers)
     if answers and source.kind == "auto":  # ms-swift's are also conversations
         source = replace(source, kind="preferences")
     _check_columns(source)
@@ -202,8 +202,7 @@ def _kinds(source: DatasetConfig) -> list[str]:
     if source.kind != "auto":
         return [source.kind]
     mapped = source.columns or {}
-    known = [kind for kind in SHAPES if kind != "preferences"]  # preferences are read on request only
-    return sorted(known, key=lambda kind: not any(name in mapped for group in SHAPES[kind].needs for name in group))
+    return sorted(UNASKED, key=lambda kind: not any(name in mapped for group in SHAPES[kind].needs for name in group))
 
 
 def _check_columns(source: DatasetConfig) -> None:

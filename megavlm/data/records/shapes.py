@@ -175,6 +175,7 @@ SHAPES = {
         ),
     )
 }
+UNASKED = tuple(kind for kind in SHAPES if kind != "preferences")  # preferences are read on request only
 # Tags in texts that stand for values of another field (ms-swift); they are not supported.
 _UNFILLED, _FILLING = ("<bbox>", "<ref-object>"), "objects"
 _NO_CONTENT = ("id", "ids", "fps")  # not hashed: copies of a record may have different ids

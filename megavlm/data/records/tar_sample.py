@@ -12,12 +12,12 @@ frames, belongs to that video.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megavlm.config.messages import shown
 from megavlm.data.records.media import natural
-from megavlm.data.records.shapes import record_of, shape_of
+from megavlm.data.records.shapes import UNASKED, record_of, shape_of
 from megavlm.data.records.turns import AUDIO_TAG
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -39,12 +39,12 @@ def is_clip(name: str) -> bool:
     return name.lower().rpartition(".")[2] in _VIDEOS
 
 
-def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
+def conversation_of_parts(parts: Mapping[str, Part], kinds: Sequence[str] = UNASKED) -> Conversation:
     """Return the conversation of a sample, given its files keyed by extension (all that follows the first dot).
 
-    Raises BadSample if the files hold no conversation.
+    The record is one of `kinds`. Raises BadSample if the files hold no conversation.
     """
-    record = _record(parts)
+    record = _record(parts, kinds)
     named = set(_texts([record.get("video"), record.get("videos")]))
     images = _with_extension(parts, _IMAGES) or _with_extension(parts, ARRAYS)
     names = [name for name in images if name not in named]
@@ -64,7 +64,7 @@ def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
             raise BadSample(Reason.NOT_AN_IMAGE, f"{shown(name)} is a video")
         return ImageRef(content)
 
-    shape = shape_of(record)
+    shape = shape_of(record, kinds)
     if shape != "pairs" and not any(record.get(field) for field in ("image", "images")):
         record = {**record, "images": [parts[name] for name in names]}
     if shape != "pairs" and not any(record.get(field) for field in ("video", "videos")):
@@ -97,7 +97,7 @@ def _texts(value: Any) -> Iterator[str]:
             waiting += value.values() if isinstance(value, Mapping) else value
 
 
-def _record(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _record(parts: Mapping[str, Part], kinds: Sequence[str]) -> dict[str, Any]:
     record: Any = {}
     if "json" in parts:
         try:
@@ -106,7 +106,7 @@ def _record(parts: Mapping[str, Part]) -> dict[str, Any]:
             raise BadSample(Reason.NOT_A_RECORD, f"its json file is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise BadSample(Reason.NOT_A_RECORD, f"its json file holds {shown(record)}, which is not an object")
-    if shape_of(record) not in (None, "text"):
+    if shape_of(record, kinds) not in (None, "text"):
         return record
     for name in _CAPTIONS:
         if name in parts:

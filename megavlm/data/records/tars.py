@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from megavlm.config.messages import shown
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records.containers import key_of_parts
+from megavlm.data.records.shapes import UNASKED
 from megavlm.data.records.tar_sample import Part, conversation_of_parts, is_clip
 from megavlm.data.types import Conversation
 from megavlm.errors import UserError
@@ -48,8 +49,10 @@ class Tar:
     offsets: NDArray[np.uint64]
 
 
-def open_tars(source: DatasetConfig, name: str) -> TarRecords:
+def open_tars(source: DatasetConfig, name: str, *, answers: bool = False) -> TarRecords:
     """Return the samples of a folder of tars, or of one tar; `name` is the data set's name in messages.
+
+    `answers`: whether they are preferences.
 
     A tar without an index is indexed, for which every header is read once. The index is written next to the tar, or to
     the user's cache if the tar's folder is not writable. Raises UserError if there are no samples.
@@ -68,7 +71,7 @@ def open_tars(source: DatasetConfig, name: str) -> TarRecords:
     tars = [tar for tar in tars if len(tar.offsets) > 1]
     if not tars:
         raise UserError(f"--datasets {path} has tars without any sample: name a folder of .tar files with samples")
-    return TarRecords(name, tars)
+    return TarRecords(name, tars, answers=answers)
 
 
 def _tars_of(path: Path) -> list[Tar]:
@@ -140,16 +143,17 @@ class TarRecords:
 
     unread: Sequence[str] = ()
 
-    def __init__(self, name: str, tars: Sequence[Tar]) -> None:
+    def __init__(self, name: str, tars: Sequence[Tar], *, answers: bool = False) -> None:
         self.name = name
         self.tars = tars
+        self._kinds = ("preferences",) if answers else UNASKED
         self._ends = np.cumsum([len(tar.offsets) - 1 for tar in tars], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def read(self, index: int) -> Conversation:
-        return conversation_of_parts(self._parts(index))
+        return conversation_of_parts(self._parts(index), self._kinds)
 
     def key(self, index: int) -> bytes:
         return key_of_parts(self._parts(index))

@@ -254,6 +254,16 @@ def test_clips_stay_in_their_tar(tmp_path: Path) -> None:
         assert records.key(number) == key_of_parts(samples[number])
 
 
+def test_preferences_in_tars_are_read_as_such_on_request(tmp_path: Path) -> None:
+    """ms-swift's are conversations, too."""
+    said = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A cat."}]
+    record = {"messages": said, "rejected_response": "A dog."}
+    source = DatasetConfig(str(write_tar(tmp_path / "a.tar", [{"json": json.dumps(record).encode(), "jpg": b"x"}])))
+    for answers, last, lengths in ((False, "A cat.", ()), (True, "A dog.", (2, 2))):
+        found = open_records(source, pairs=False, answers=answers).read(0)
+        assert (found.turns[-1].parts, found.answers, found.images[0]) == ((last,), lengths, ImageRef(b"x"))
+
+
 def test_bad_samples_are_passed_over(tmp_path: Path) -> None:
     good = sample("good")
     samples = [good, {"json": b"\x00\x01garbage", "jpg": b"x"}, {"json": good["json"]}, {"jpg": b"x"}, good]
