@@ -22,7 +22,16 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.decode import TIFF, Source, as_bad_sample, content_of, open_image, open_pixels
+from megavlm.data.decode import (
+    TIFF,
+    Source,
+    as_bad_sample,
+    content_of,
+    open_image,
+    open_pixels,
+    upright,
+    upright_size,
+)
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import open_regular
@@ -213,9 +222,9 @@ def _photo(content: bytes | Path, fitting: Fitting, max_pixels: int, pixels: boo
     with as_bad_sample(), (open_pixels if pixels else open_image)(content, max_pixels) as image:
         if image.mode == "P":
             raise BadSample(Reason.UNSUPPORTED, "it has a palette, so its values are no intensities: save it without")
-        bands = len(image.getbands())
-        fitting((image.height, image.width, bands), np.dtype(np.uint8))
-        return np.asarray(image) if pixels else _empty((image.height, image.width, bands), np.dtype(np.uint8))
+        shape = (*upright_size(image), len(image.getbands()))
+        fitting(shape, np.dtype(np.uint8))
+        return np.asarray(upright(image)) if pixels else _empty(shape, np.dtype(np.uint8))
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

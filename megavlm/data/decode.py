@@ -133,7 +133,7 @@ def _stored_size(source: StoredFile, max_pixels: int) -> tuple[int, int]:
 
 def _size(source: bytes | Path, max_pixels: int) -> tuple[int, int]:
     with as_bad_sample(), open_image(source, max_pixels) as image:
-        return _upright_size(image)
+        return upright_size(image)
 
 
 def _size_in(head: bytes, length: int, max_pixels: int) -> tuple[int, int] | None:
@@ -145,12 +145,13 @@ def _size_in(head: bytes, length: int, max_pixels: int) -> tuple[int, int] | Non
         return None
     try:
         with open_image(head, max_pixels, length=length) as image:
-            return _upright_size(image)
+            return upright_size(image)
     except _DAMAGED:
         return None
 
 
-def _upright_size(image: Image.Image) -> tuple[int, int]:
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return the (height, width) of an image once it is turned as its EXIF orientation says."""
     width, height = image.size  # Pillow says the upright size of a TIFF
     return (width, height) if image.format != "TIFF" and _orientation(image) in _LYING else (height, width)
 
@@ -178,10 +179,14 @@ def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
     """
     content = content_of(source)
     with as_bad_sample(), open_pixels(content, max_pixels) as image:
-        image.load()  # which turns a TIFF upright
-        orientation = _orientation(image)
-        upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
-        return np.array(_to_rgb(upright))
+        return np.array(_to_rgb(upright(image)))
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return an image with its pixels, turned as its EXIF orientation says."""
+    image.load()  # which turns a TIFF upright
+    orientation = _orientation(image)
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
 @contextmanager

@@ -86,13 +86,14 @@ def test_every_format_gives_the_same_pixels(write, channels, dtype, tmp_path):
     ("mode", "dtype", "channels"), [("I;16", "uint16", 1), ("L", "uint8", 1), ("RGBA", "uint8", 4)]
 )
 def test_photos_keep_their_mode(mode: str, dtype: str, channels: int) -> None:
-    """16 bits stay 16 bits, and transparency is a channel, where photos become RGB bytes otherwise."""
+    """16 bits stay, and transparency is a channel, where photos become RGB bytes otherwise. All are upright."""
     pixels = image(channels, dtype) * (300 if dtype == "uint16" else 1)
-    out = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if channels == 1 else pixels).save(out, "PNG")
-    assert Image.open(io.BytesIO(out.getvalue())).mode == mode
-    assert array_size(out.getvalue(), channels=channels, max_pixels=MOST) == (6, 9)
-    np.testing.assert_array_equal(read_array(out.getvalue(), channels=channels, max_pixels=MOST), pixels)
+    for orientation, upright in ((1, pixels), (6, np.rot90(pixels, -1))):
+        (exif := Image.Exif())[0x0112] = orientation
+        Image.fromarray(pixels[..., 0] if channels == 1 else pixels).save(out := io.BytesIO(), "PNG", exif=exif)
+        assert Image.open(io.BytesIO(out.getvalue())).mode == mode
+        assert array_size(out.getvalue(), channels=channels, max_pixels=MOST) == upright.shape[:2]
+        np.testing.assert_array_equal(read_array(out.getvalue(), channels=channels, max_pixels=MOST), upright)
 
 
 class Evil:
