@@ -24,6 +24,7 @@ from megavlm.json_files import check, listed, number, read_json, whole
 
 _TOKEN = whole(0, 2**31 - 1)
 _GENERATION = {"eos_token_id": _TOKEN | listed(_TOKEN, 0, 2**16), "top_k": _TOKEN, "top_p": number(0, 1)}
+_TOP_K = 50  # of Transformers' `generate`, where a folder says none
 _INCOMPLETE = "\ufffd"  # the tokenizer's text for an incomplete character
 
 
@@ -204,6 +205,7 @@ class Assistant:
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         top_k, top_p = self.generation.top_k, self.generation.top_p
+        top_k = _TOP_K if top_k is None else top_k
         none: Any = None
         for warp in (
             TemperatureLogitsWarper(temperature),

@@ -356,6 +356,12 @@ def test_an_answer_is_what_follows_its_thoughts(monkeypatch: pytest.MonkeyPatch)
     assert assistant.text([1, 7, 2]) == "172"
 
 
+def test_sampling_takes_the_likeliest_tokens_that_transformers_takes() -> None:
+    model: Any = None
+    assistant = Assistant(model, transformers.GenerationConfig(), ())
+    assert assistant._chosen(torch.arange(100).expand(300, -1) / 1000, 1.0).min() >= 50
+
+
 def test_a_run_has_the_options_of_data_that_it_was_trained_with(tmp_path: Path) -> None:
     assert _of_training(tmp_path) == (DataConfig(), None)
     for given, expected in (("", 300), ("data: {enable_thinking: false, video_max_tokens: 50}", 50)):
