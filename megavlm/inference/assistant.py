@@ -94,7 +94,12 @@ class Assistant:
         return self.model.source
 
     def answers(self, samples: Sequence[Sample], sampling: Sampling) -> list[str]:
-        """Return the answer to each prompt of a batch (`FilesSource.prompt`), without thoughts before it."""
+        """Return the answer to each prompt of a batch (`FilesSource.prompt`), without thoughts before it.
+
+        Near the model's last position each prompt is answered alone, as the longest would leave others too little room.
+        """
+        if len(samples) > 1 and self._room(samples) < sampling.max_new_tokens:
+            return [answer for sample in samples for answer in self.answers([sample], sampling)]
         return [self._answer(ids) for ids in self._generate(samples, sampling)]
 
     def stream(self, sample: Sample, sampling: Sampling, show: Callable[[str], None]) -> str:

@@ -24,6 +24,7 @@ from megavlm.inference.assistant import Assistant, Sampling
 from megavlm.inference.folders import _of_training
 from megavlm.programs import chat, preview
 from megavlm.programs.evaluation import evaluate
+from megavlm.rules.fields import with_values
 from megavlm.train.generate import generate
 from tests.support import hf
 from tests.support.covering import slow
@@ -360,6 +361,15 @@ def test_sampling_takes_the_likeliest_tokens_that_transformers_takes() -> None:
     model: Any = None
     assistant = Assistant(model, transformers.GenerationConfig(), ())
     assert assistant._chosen(torch.arange(100).expand(300, -1) / 1000, 1.0).min() >= 50
+
+
+def test_answers_near_the_last_position_are_not_cut_for_a_longer_prompt(assistant: Assistant) -> None:
+    asked = [Conversation((Turn("user", (text,)),)) for text in ("How many?", "How many? " * 9)]
+    prompts = [assistant.source.prompt(each) for each in asked]
+    whole = assistant.answers(prompts[:1], Sampling(6))
+    places = {("model", "language", "max_positions"): len(prompts[1]) + 2}
+    near = replace(assistant, model=replace(assistant.model, config=with_values(assistant.model.config, places)))
+    assert near.answers(prompts, Sampling(6)) == whole + near.answers(prompts[1:], Sampling(6))
 
 
 def test_a_run_has_the_options_of_data_that_it_was_trained_with(tmp_path: Path) -> None:
