@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, count, reported
-from megavlm.config.messages import aligned
+from megavlm.config.messages import aligned, did_you_mean, plain
 from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.programs.history import number, records_of
@@ -91,6 +91,10 @@ def report(grid: Grid, variants: Sequence[Variant]) -> None:
     table, best = results(grid, variants)
     write_out("run_dir", path, "".join("\t".join(row) + "\n" for row in table))
     print("\n".join(aligned(table, left=range(len(table[0])))))
+    named = {name for variant in variants for each in records_of(run_dir_of(variant)) for name in each}
+    if named and grid.metric not in named:
+        hint = did_you_mean(grid.metric, named) or f": it may be {', '.join(sorted(named))}"
+        print(f"warning: no record has the metric {plain(grid.metric)}{hint}")
     if best is not None:
         print(f"best by {grid.metric} ({grid.mode}): {best}")
     print(f"wrote {path}; megavlm report {shlex.quote(grid.run_dir)}/*/ draws the curves")

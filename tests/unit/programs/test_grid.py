@@ -128,6 +128,20 @@ def test_a_variant_that_began_with_other_options_is_refused(tmp_path: Path):
         note_flags(folder, before)
 
 
+def test_a_metric_that_no_record_has_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for metric, told in (
+        ("los", "warning: no record has the metric los: did you mean loss?"),
+        ("loss", "best by loss"),
+    ):
+        grid = grid_of(tmp_path, product={"lr": [1]}, metric=metric)
+        ended(*variants_of(grid), "finished", 1.0)
+        sweep.report(grid, variants_of(grid))
+        assert told in capsys.readouterr().out
+        ended(*variants_of(grid), "running")
+        sweep.report(grid, variants_of(grid))
+        assert "warning" not in capsys.readouterr().out
+
+
 def test_the_table_has_means_over_seeds_and_the_best(tmp_path: Path):
     grid = grid_of(tmp_path, list=[{"name": "a", "lr": 1}, {"name": "b", "lr": 2}], seeds=[1, 2], average_last=2)
     variants = variants_of(grid)
