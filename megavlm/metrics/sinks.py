@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, replace_file
 from megavlm.inputs.bad_sample import Skipped
-from megavlm.metrics.callback import Callback, Record, StepEnd, Stop, Value
+from megavlm.metrics.callback import Callback, Record, Saved, StepEnd, Stop, Value
 from megavlm.paths import read_bytes
 
 _LARGEST = 2**30  # bytes of metrics.jsonl: a million steps of a kilobyte
@@ -58,6 +58,10 @@ class JsonlSink(Callback):
         # A single write per line: a line is incomplete only if the process is killed inside the system call.
         self._lines.append(json.dumps(dict(record)).encode() + b"\n")
 
+    def on_save(self, saved: Saved) -> None:
+        """Close the file and open it again: a bucket that is mounted as a folder (gcsfuse) has it once it is closed."""
+        self._lines.reopen()
+
     def on_stop(self, stop: Stop) -> None:
         """Write the lines that could not be written before, and close the file."""
         self._lines.close()
@@ -85,6 +89,11 @@ class _Lines:
                     file=sys.stderr,
                     flush=True,
                 )
+
+    def reopen(self) -> None:
+        """Close the file and open it again. Raises OSError, and keeps the open file if there is no other."""
+        closed, self._file = self._file, open_to_append(self._path)
+        closed.close()
 
     def close(self) -> None:
         self.append(b"")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megavlm.errors import UserError
-from megavlm.metrics.callback import Callback, Generation, Samples, StepEnd, Stop
+from megavlm.metrics.callback import Callback, Generation, Samples, Saved, StepEnd, Stop
 from megavlm.metrics.sinks import JsonlSink, kept_lines, lost_steps
 from megavlm.metrics.tracker_clients import TensorBoardSink
 from megavlm.metrics.trackers import tagged
@@ -149,6 +149,17 @@ def test_lines_wait_until_a_full_disk_has_room(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.count("No space left") == 1
     sink.on_step_end(StepEnd({"iteration": 4}))
     assert [record["iteration"] for record in records(path)] == [1, 2, 3, 4]
+    sink.on_stop(END)
+
+
+def test_a_save_closes_the_file_so_that_a_bucket_gets_it(tmp_path: Path) -> None:
+    sink = JsonlSink(path := tmp_path / "metrics.jsonl")
+    sink.on_step_end(StepEnd({"iteration": 1}))
+    before = sink._lines._file
+    sink.on_save(Saved(1, tmp_path, 0.1))
+    assert before.closed
+    sink.on_step_end(StepEnd({"iteration": 2}))
+    assert [record["iteration"] for record in records(path)] == [1, 2]
     sink.on_stop(END)
 
 
