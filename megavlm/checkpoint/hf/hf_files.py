@@ -45,6 +45,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Tensors are read and written in pieces of this size: small enough that the allocator reuses their memory.
 PIECE_BYTES = 16 * 2**20
+_COMPARED = 16  # rows of two matrices
 # Each thread reads a piece and writes it. With several threads, the disk is busy while one thread copies in memory.
 THREADS = 3
 
@@ -163,6 +164,14 @@ class HfFolder:
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
         return all(torch.equal(self.read(name, run), self.read(other, run)) for run in self._runs(one))
+
+    def apart(self, name: str, other: str) -> bool:
+        """Return whether two matrices of one type and shape are no copies of each other: of some rows none agrees."""
+        one, two = self.tensors[name], self.tensors[other]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        rows = slice(one.shape[0] // 2, one.shape[0] // 2 + _COMPARED)  # the first ones may be zeros in both
+        return not (self.read(name, rows) == self.read(other, rows)).all(-1).any()
 
 
 def _header(folder: Path, file: str) -> dict[str, TensorInfo]:

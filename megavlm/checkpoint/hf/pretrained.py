@@ -106,6 +106,12 @@ class Pretrained:
             check_size(model, parts, shapes.values(), where=where)
         tables = [family.table(model, prefixes) for prefixes in family.name_prefixes]
         best = max(range(len(tables)), key=lambda number: matches(tables[number], shapes))
+        head = family.name_prefixes[best].head
+        tied_to = copies(family, best, model, shapes).get(head) if model.language.tie_embeddings else None
+        if tied_to is not None and tied_to in shapes and folder.apart(head, tied_to):
+            # Transformers 5 saves such folders, and does not tie what differs when it loads them.
+            model = replace(model, language=replace(model.language, tie_embeddings=False))
+            tables[best] = family.table(model, family.name_prefixes[best])
         return cls(folder, family, model, parts, best, tables[best])
 
     def provides(self, key: str) -> bool:
