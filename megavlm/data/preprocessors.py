@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from PIL.Image import Resampling
 
 from megavlm.config.derived import has_vision, usual_side
-from megavlm.config.schema import Config, DataConfig, ModelConfig
+from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.tokenizers import NO_IMAGE, TextTokenizer
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.data.tokenizers.sentence_piece import IMAGE, SentencePieceTokenizer
@@ -60,7 +61,8 @@ def processor_for(config: Config) -> Processor:
             f"{given} has no {' and no '.join(_FILES)}, so that nothing says how its model sees images: complete the "
             "download, or name a folder with one with --image-processor"
         )
-    return _with_channels(_checked(_with_area(processor, data), model), config, given)
+    area = {f"--{name.replace('_', '-')}": getattr(data, name) for name in ("min_pixels", "max_pixels")}
+    return _with_channels(_checked(with_area(processor, area), model), config, given)
 
 
 def _type_of_tower(config: Config) -> str | None:
@@ -69,18 +71,19 @@ def _type_of_tower(config: Config) -> str | None:
     return None if given is None else model_type(local_path(given, "--init-from", weights=False))
 
 
-def _with_area(processor: Processor, data: DataConfig) -> Processor:
-    """Return the processor with the bounds of `--min-pixels` and `--max-pixels`, if they are set.
+def with_area(processor: Processor, area: Mapping[str, int | None]) -> Processor:
+    """Return the processor with the bounds of `area` that are not None: values of min_pixels and max_pixels by their
+    names for the user.
 
     Raises UserError for a processor that does not keep images at their own size, and for a minimum above the maximum.
     """
-    requested = {name: value for name in ("min_pixels", "max_pixels") if (value := getattr(data, name)) is not None}
-    if not requested:
+    given = {name: value for name, value in area.items() if value is not None}
+    if not given:
         return processor
-    flag = f"--{next(iter(requested)).replace('_', '-')}"
+    flag = next(iter(given))
     if not isinstance(processor, NativeResolution):
         raise UserError(f"{flag} is for models that see images at their own size (Qwen's): leave it out")
-    bounded = replace(processor, **requested)
+    bounded = replace(processor, **{name.strip("-").replace("-", "_"): value for name, value in given.items()})
     if bounded.min_pixels > bounded.max_pixels:
         raise UserError(
             f"{flag} leaves images with at least {bounded.min_pixels} and at most {bounded.max_pixels} pixels: set "

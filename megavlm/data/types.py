@@ -35,20 +35,29 @@ Role = Literal["system", "user", "assistant", "untrained", "text", "query", "pos
 
 @dataclass(frozen=True)
 class ImageRef:
-    """An image that has not been opened: its encoded bytes, or a file whose path has been checked."""
+    """An image that has not been opened: its encoded bytes, or a file whose path has been checked.
+
+    `min_pixels` and `max_pixels` are from the record: bounds of its size in place of the image processor's.
+    """
 
     source: bytes | Path | StoredFile
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 @dataclass(frozen=True)
 class VideoRef:
     """A clip that has not been opened: a video file, or its frames as images.
 
-    `fps` is from the record: the rate at which to sample frames of a file, or at which the given frames were sampled.
+    All else is from the record: `fps` is the rate at which to sample frames of a file, or at which the given frames
+    were sampled, `video_start` and `video_end` are the seconds between which they lie, `max_pixels` bounds a frame.
     """
 
     source: bytes | Path | StoredFile | FileRange | tuple[ImageRef, ...]
     fps: float | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+    max_pixels: int | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megavlm.config.schema import AudioConfig
 from megavlm.data import clips
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
 from megavlm.data.decode import MAX_PIXELS, decode, size_of
+from megavlm.data.preprocessors import with_area
 from megavlm.data.types import (
     WITHOUT_VISION,
     Conversation,
@@ -93,7 +94,7 @@ class Visuals:
             pixels = self._pixels(visual)
             if augmentation is not None:
                 pixels = augmentation.changed(pixels, wanted.number)
-            patches = torch.cat(self.processor.tiles(pixels, images=images))
+            patches = torch.cat(self._processor_of(visual).tiles(pixels, images=images))
         return LoadedImage(wanted.grids, patches, wanted.arrangement, wanted.film)
 
     def sound(self, visuals: Sequence[Visual], wanted: StoredImage) -> Sound:
@@ -113,22 +114,34 @@ class Visuals:
         if isinstance(visual, SoundRef):  # no header tells the length of an mp3 exactly
             return self._sound_layout(visual.source)
         if isinstance(visual, ImageRef):
-            return self.processor.layout(*self._size(visual), images=images)
+            return self._processor_of(visual).layout(*self._size(visual), images=images)
+        if visual.max_pixels is not None and not self._videos.is_bounded:
+            raise BadSample(Reason.UNSUPPORTED, "its video has max_pixels, which is for Qwen's models: leave it out")
+        budget = replace(self.budget, max_pixels=visual.max_pixels, start=visual.video_start, end=visual.video_end)
         if isinstance(visual.source, tuple):  # extracted frames: all are used, if the budget allows it
             rate = visual.fps or self.budget.rate_of_images
             height, width = size_of(visual.source[0].source, max_pixels=self.max_pixels)
             clip = Clip(height, width, tuple(number / rate for number in range(len(visual.source))), rate)
-            return self._videos.layout(clip, replace(self.budget, fps=rate))
+            return self._videos.layout(clip, replace(budget, fps=rate))
         clip = clips.probe(visual.source, max_pixels=self.max_pixels)
-        layout = self._videos.layout(clip, replace(self.budget, fps=visual.fps or self.budget.fps))
+        layout = self._videos.layout(clip, replace(budget, fps=visual.fps or budget.fps))
         if not self.video_sound:
             return layout
+        if budget.start or budget.end:
+            raise BadSample(Reason.UNSUPPORTED, "its video has video_start or video_end: leave out data.video_sound")
         try:
             return with_sound(layout, self._sound_layout(visual.source), turn=self._sounds.turn)
         except BadSample as error:
             if error.reason is Reason.NO_FRAMES:  # a silent video
                 return layout
             raise
+
+    def _processor_of(self, image: ImageRef) -> Processor:
+        """Return the image processor, with the bounds of the image's record. Raises BadSample if it has no bounds."""
+        try:
+            return with_area(self.processor, {"min_pixels": image.min_pixels, "max_pixels": image.max_pixels})
+        except UserError as error:
+            raise BadSample(Reason.UNSUPPORTED, str(error)) from error
 
     def _sound_layout(self, source: clips.Source) -> Layout:
         samples = len(clips.sound(source, longest=self._sounds.longest))

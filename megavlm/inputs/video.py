@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from PIL.Image import Resampling
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ProjectorConfig
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Film, Layout, Prompt, Tile
 from megavlm.inputs.patches import cells_of, normalised
 from megavlm.inputs.resize import Pixels, Size, resize_as_torchvision
@@ -49,15 +50,27 @@ class Clip:
         counted = number / self.rate
         return counted if abs(counted - self.times[number]) < 0.5 / self.rate else self.times[number]
 
+    def between(self, start: float | None, end: float | None) -> slice:
+        """Return the numbers of the frames from `start` to `end` in seconds. Raises BadSample if there are none."""
+        first = 0 if start is None else bisect_left(self.times, start)
+        after = len(self.times) if end is None else bisect_right(self.times, end)
+        if first >= after:
+            where = f"from {start} to {end} s, and ends at {self.times[-1]:.2f} s"
+            raise BadSample(Reason.NO_FRAMES, f"it has no frame {where}")
+        return slice(first, after)
+
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits for sampling a clip: frames per second, numbers of frames and of tokens."""
+    """Limits for sampling a clip: frames per second, numbers of frames, tokens and pixels, and seconds."""
 
     fps: float = 2.0  # infinite: as many frames as `max_frames` allows, whatever the clip's length
     max_frames: int = 768
     max_tokens: int | None = None  # None: unlimited, frames have the model's default size
     min_frames: int = 4
+    max_pixels: int | None = None  # of a frame; None: the model's
+    start: float | None = None  # seconds before which, and after which, nothing is sampled; None: the clip's
+    end: float | None = None
 
     @property
     def rate_of_images(self) -> float:
@@ -145,6 +158,7 @@ class VideoProcessor(ABC):
     they write for an image.
     """
 
+    is_bounded: ClassVar[bool] = False  # whether `Budget.max_pixels` has an effect
     patch_size: int
     frames_per_patch: int = 1
     projector: ProjectorConfig
@@ -156,8 +170,13 @@ class VideoProcessor(ABC):
     as_text: bool = False
 
     def layout(self, clip: Clip, budget: Budget) -> Layout:
-        """Return frame numbers, tiles and prompt of a clip, without its pixels. Raises BadSample for unusable sizes."""
-        numbers = self.numbers(clip, self._affordable(budget))
+        """Return frame numbers, tiles and prompt of a clip, without its pixels.
+
+        Raises BadSample for unusable sizes, and if the budget leaves no frames.
+        """
+        inside = clip.between(budget.start, budget.end)
+        part = replace(clip, times=clip.times[inside])
+        numbers = tuple(inside.start + number for number in self.numbers(part, self._affordable(budget)))
         size = clip.height, clip.width
         tile = self._tile(*self.frame_size(size, len(numbers), budget))
         arrangement, slices = self.slices(size)
@@ -169,7 +188,7 @@ class VideoProcessor(ABC):
             film=Film(
                 frames=numbers,
                 seconds=tuple(clip.times[number] for number in numbers),
-                moments=self.moments(clip, numbers),
+                moments=self.moments(part, numbers),
             ),
         )
 

@@ -38,6 +38,11 @@ VIDEO_PLACES = ("bytes", "video", "video_url", "frames", "url", "path", "source"
 _FRAMES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 _MOST_FRAMES = 2**16  # files of a folder
 _FPS = (1e-3, 1e3)
+# Limits that Qwen's format has beside an image or a video: those that are read, and others.
+_LIMITS = {ImageRef: ("min_pixels", "max_pixels"), VideoRef: ("max_pixels", "video_start", "video_end")}
+_UNREAD = ("resized_height", "resized_width", "total_pixels", "nframes", "min_frames", "max_frames")
+_KNOWN = tuple(dict.fromkeys([*_LIMITS[ImageRef], *_LIMITS[VideoRef], *_UNREAD]))
+_LARGEST = 2**26  # pixels or seconds
 
 
 def file_below(root: Path, name: str) -> ImageRef:
@@ -67,7 +72,7 @@ def image_of(value: Any, find: FindFile) -> ImageRef:
                 content = value.get(place)
                 if content is not None:
                     is_encoded = place in _ENCODED and isinstance(content, str) and not content.startswith("data:")
-                    return _from_base64(content) if is_encoded else image_of(content, find)
+                    return limited(_from_base64(content) if is_encoded else image_of(content, find), value)
     raise BadSample(Reason.NOT_A_RECORD, f"{shown(value)} is not an image, nor the path or URL of one")
 
 
@@ -122,13 +127,25 @@ def video_of(value: Any, find: FindVideo, fps: Any = None) -> VideoRef:
     rate = _rate(fps)
     if isinstance(value, Mapping):
         named = next((value[place] for place in VIDEO_PLACES if value.get(place) is not None), None)
-        found = video_of(named, find, value.get("fps", fps))
+        found = limited(video_of(named, find, value.get("fps", fps)), value)
     elif isinstance(value, list | tuple) and value:
         found = VideoRef(tuple(image_of(frame, _image_by(find)) for frame in value))
     else:
         content = image_of(value, _image_by(find)) if not isinstance(value, str) else None
         found = VideoRef(content.source) if content is not None else _video_from_text(str(value), find)
     return found if rate is None or found.fps is not None else replace(found, fps=rate)
+
+
+def limited(found: Any, part: Mapping[str, Any]) -> Any:
+    """Return an image or a video with the limits that its part of a record gives. Raises BadSample for others."""
+    given = {name: part[name] for name in _KNOWN if part.get(name) is not None}
+    for name, value in list(given.items()):
+        if name not in _LIMITS.get(type(found), ()):
+            raise BadSample(Reason.UNSUPPORTED, f"{name} beside its image or video is not read: leave it out")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
+            raise BadSample(Reason.NOT_A_RECORD, f"{name} {shown(value)} is not a number from 0")
+        given[name] = int(value) if name.endswith("pixels") else float(value)
+    return replace(found, **given) if given else found
 
 
 def are_frames(values: Sequence[Any]) -> bool:

@@ -25,6 +25,7 @@ from megavlm.data.records.media import (
     FindVideo,
     are_frames,
     image_of,
+    limited,
     no_videos,
     sound_of,
     video_of,
@@ -209,10 +210,11 @@ def _part(part: Mapping[str, Any], find: Reader) -> Parts:
             raise BadSample(Reason.NOT_A_RECORD, f"a part of type text holds {shown(text)}")
         return _split(text, find.tags)
     if kind in _IMAGE_PARTS:
-        return [image_of(part, find.find) if any(part.get(place) is not None for place in PLACES) else SLOT]
+        has_own = any(part.get(place) is not None for place in PLACES)
+        return [image_of(part, find.find) if has_own else limited(SLOT, part)]
     if kind in _VIDEO_PARTS:
         has_own = any(part.get(place) is not None for place in VIDEO_PLACES)
-        return [video_of(part, find.find_video, part.get("fps")) if has_own else VIDEO_SLOT]
+        return [video_of(part, find.find_video, part.get("fps")) if has_own else limited(VIDEO_SLOT, part)]
     if kind in _AUDIO_PARTS:
         named = next((part[place] for place in (*_AUDIO_PARTS, *PLACES) if part.get(place) is not None), None)
         return [AUDIO_SLOT if named is None else sound_of(named, find.find)]

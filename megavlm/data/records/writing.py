@@ -182,6 +182,7 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
     """
     parts: Parts = {}
     images: list[str] = []
+    limits: dict[str, dict[str, Any]] = {}
     sounds: list[str] = []
     videos: list[dict[str, Any]] = []
     names = [""] if len(conversation.images) == 1 else [f"{number}." for number in range(len(conversation.images))]
@@ -198,12 +199,14 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
             look(data)
             files = {name + _kind_of(data, _SIGNATURES, "jpg"): data}
             images += files
+            limits |= {each: _limits(visual, "min_pixels", "max_pixels") for each in files}
         parts |= files
     record: dict[str, Any] = {"id": label, **({"videos": videos} if videos else {})}
     if sounds:  # unnamed sounds next to clips are not read
         record["audios"] = sounds
-    if any(name.endswith(ARRAYS) for name in images):  # unnamed arrays next to photos are not read as images
-        record["images"] = images
+    # Unnamed arrays next to photos are not read as images.
+    if any(name.endswith(ARRAYS) or limits[name] for name in images):
+        record["images"] = [{"path": name, **limits[name]} if limits[name] else name for name in images]
     kinds = {type(visual) for visual in conversation.images}
     if conversation.turns[0].role == "text":
         record["text"] = _text(conversation.turns[0], kinds)
@@ -214,17 +217,22 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
 
 def _video(video: VideoRef, name: str) -> tuple[Parts, dict[str, Any]]:
     """Return the files of a video, and its entry in the `videos` field of the record."""
-    rate = {} if video.fps is None else {"fps": video.fps}
+    limits = _limits(video, "fps", "video_start", "video_end", "max_pixels")
     if isinstance(video.source, tuple):
         frames: Parts = {}
         for number, frame in enumerate(video.source):
             size_of(frame.source)
             frames[f"{name}{number}.{_kind_of(frame.source, _SIGNATURES, 'jpg')}"] = frame.source
-        return frames, {"frames": list(frames), **rate}
+        return frames, {"frames": list(frames), **limits}
     assert not isinstance(video.source, FileRange), "tars are not written again"
     clips.probe(video.source, max_pixels=MAX_PIXELS)
     kind = _kind_of(video.source, _CLIP_SIGNATURES, "mp4")
-    return {name + kind: video.source}, {"video": name + kind, **rate}
+    return {name + kind: video.source}, {"video": name + kind, **limits}
+
+
+def _limits(visual: ImageRef | VideoRef, *names: str) -> dict[str, Any]:
+    """Return those of the named fields that the record gives."""
+    return {name: value for name in names if (value := getattr(visual, name)) is not None}
 
 
 def _samples(

@@ -35,6 +35,7 @@ _ABOVE_LEAST = 1.05  # a token budget shrinks frames to this multiple of their m
 class QwenVideo(VideoProcessor):
     """Resizes all frames to one size near their own; a token budget makes frames smaller, then fewer."""
 
+    is_bounded = True
     min_pixels: int  # of a frame
     max_pixels: int
     text: str = TEXT
@@ -47,7 +48,7 @@ class QwenVideo(VideoProcessor):
         return taken(clip, budget, from_the_first, multiple=self.frames_per_patch)
 
     def frame_size(self, size: Size, frames: int, budget: Budget) -> Size:
-        own, groups = self.size_of(size, frames, most=None), self.groups(frames)
+        own, groups = self.size_of(size, frames, most=budget.max_pixels), self.groups(frames)
         if budget.max_tokens is None or groups * self._tokens(self._tile(*own)) <= budget.max_tokens:
             return own
         share = max(budget.max_tokens * self.factor**2 // groups, self._least)

@@ -76,6 +76,29 @@ def test_a_budget_shrinks_frames_and_then_takes_fewer(tokens: int, frames: int, 
     assert layout.features <= most
 
 
+def test_a_record_bounds_its_images_and_its_part_of_a_video() -> None:
+    """As qwen-vl-utils does."""
+    usual, small = loaded(visuals(), ImageRef(_png()), ImageRef(_png(), max_pixels=8 * 8 * 10))
+    assert (usual.grids, small.grids) == (((12, 20),), ((4, 8),))
+    assert len(small.pixels) == 4 * 8
+    (video,) = loaded(visuals(), VideoRef(FILM, video_start=0.5, video_end=1.2, max_pixels=8 * 8 * 10))
+    assert (video.film.frames, video.grids) == ((5, 7, 9, 11), ((4, 8),) * 2)
+    assert video.film.moments == (0, 0)  # 0.4 s apart, which is no whole step
+    levels = video.pixels.unflatten(1, (3, 2, 16))[[21, 53], 0].mean(-1) * 0.26862954 + 0.48145466
+    torch.testing.assert_close(levels * 255, torch.tensor([[30.0, 38.0], [46.0, 54.0]]), atol=5, rtol=0)
+
+
+def test_bounds_that_leave_nothing_are_told() -> None:
+    cases: dict[str, Visual] = {
+        "no frame from 5.0 to None s, and ends at 1.90 s": VideoRef(FILM, video_start=5.0),
+        "no frame from 1.0 to 0.5 s": VideoRef(FILM, video_start=1.0, video_end=0.5),
+        "leaves images with at least 3904 and at most 3840 pixels": ImageRef(_png(), min_pixels=8 * 8 * 61),
+    }
+    for says, given in cases.items():
+        with pytest.raises(BadSample, match=says):
+            visuals().layouts([given])
+
+
 def test_pixels_of_images_are_repeated_beside_a_video_only() -> None:
     still = ImageRef(_png())
     spec = CollateSpec(

@@ -171,6 +171,11 @@ def test_an_answer_may_have_no_loss(fields: dict[str, Any], role: str) -> None:
     assert conversation_of_parts(parts_of(made, "1")) == made  # as `megavlm prepare` writes it
 
 
+def test_a_tar_keeps_the_bounds_of_its_images() -> None:
+    made = Conversation((Turn("user", (ImageRef(b"a", 4, 9), "?")), Turn("assistant", ("A cat.",))))
+    assert conversation_of_parts(parts_of(made, "1", look=len)) == made
+
+
 def test_an_exchange_follows_its_system_prompt_and_history() -> None:
     record = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "text": "all in one"}
     record |= {"history": [["Hi", "Hello"]]}
@@ -300,6 +305,9 @@ def read(said: Any, **fields: Any) -> Conversation:
     return record_of({"messages": turns, **fields}, "messages", find, find_video)
 
 
+FILM = {"type": "video", "video": "a.mp4"}
+
+
 @pytest.mark.parametrize(
     ("said", "fields", "expected"),
     [
@@ -316,6 +324,10 @@ def read(said: Any, **fields: Any) -> Conversation:
         ("<video>", {"video": [["1.jpg", "2.jpg"]]}, (VideoRef((ImageRef(b"1.jpg"), ImageRef(b"2.jpg"))),)),
         ("<video>", {"video": ["1.jpg", "2.jpg"]}, (VideoRef((ImageRef(b"1.jpg"), ImageRef(b"2.jpg"))),)),
         ("<video>", {"video": {"bytes": b"clip"}}, (VideoRef(b"clip"),)),
+        ([{"image": "a.jpg", "min_pixels": 4, "max_pixels": 9}], {}, (ImageRef(b"a.jpg", 4, 9),)),
+        ("<image>", {"images": [{"path": "a.jpg", "max_pixels": 9}]}, (ImageRef(b"a.jpg", None, 9),)),
+        ([{**FILM, "video_start": 1, "video_end": 2.5}], {"fps": 2}, (VideoRef(b"a.mp4", None, 1, 2.5),)),
+        ([{**FILM, "fps": 1, "max_pixels": 9}], {}, (VideoRef(b"a.mp4", 1.0, max_pixels=9),)),
     ],
 )
 def test_where_videos_stand(said: Any, fields: dict[str, Any], expected: tuple[Any, ...]) -> None:
@@ -333,6 +345,11 @@ def test_where_videos_stand(said: Any, fields: dict[str, Any], expected: tuple[A
         ("<video>", {"video": {"start": 3}}, Reason.NOT_A_RECORD),
         ("<video>", {"video": "a.mp4", "fps": "fast"}, Reason.NOT_A_RECORD),
         ("<video>", {"video": "a.mp4", "fps": -1}, Reason.NOT_A_RECORD),
+        ([{**FILM, "video_end": "2 s"}], {}, Reason.NOT_A_RECORD),
+        ([{"image": "a.jpg", "min_pixels": -1}], {}, Reason.NOT_A_RECORD),
+        ([{"image": "a.jpg", "resized_height": 28}], {}, Reason.UNSUPPORTED),
+        ([{**FILM, "nframes": 8}], {}, Reason.UNSUPPORTED),
+        ([{"type": "image", "max_pixels": 9}], {"image": "a.jpg"}, Reason.UNSUPPORTED),  # would not be bounded
     ],
 )
 def test_what_is_wrong_with_a_record(said: Any, fields: dict[str, Any], reason: Reason) -> None:
