@@ -77,7 +77,7 @@ def with_area(processor: Processor, area: Mapping[str, int | None]) -> Processor
 
     Raises UserError for a processor that does not keep images at their own size, and for a minimum above the maximum.
     """
-    given = {name: value for name, value in area.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in area.items() if value is not None}
     if not given:
         return processor
     flag = next(iter(given))
