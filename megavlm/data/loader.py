@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -136,6 +137,7 @@ class RankLoader:
             samples=tuple(each.samples for each in collated),
             epochs=batch.epochs,
             last=batch.last,
+            checksum=checksum(batch.sequences),
         )
         return step, batch.after
 
@@ -243,6 +245,12 @@ class DataLoader:
     def _own(self) -> RankLoader:
         assert self._loader is not None
         return self._loader
+
+
+def checksum(sequences: Sequence[Segments]) -> int:
+    """Return a number of 20 bits that differs, but for chance, if other samples are in the sequences."""
+    samples = repr([[segment.sample_id for segment in segments] for segments in sequences])
+    return zlib.crc32(samples.encode()) % 2**20
 
 
 def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:

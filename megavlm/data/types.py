@@ -333,3 +333,4 @@ class StepData:
     samples: tuple[tuple[SampleId, ...], ...] = ()  # sample ids of each micro-batch, on a rank that reads
     epochs: float | None = None  # epochs done after the step, on a rank that reads; None for data without epochs
     last: bool = False  # whether it is the last step of the validation data
+    checksum: int = 0  # of the samples of the global batch, on a rank that reads: equal on all of them

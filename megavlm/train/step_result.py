@@ -174,12 +174,18 @@ class Counts:
     read: float = 0  # samples read, including skipped ones
     skipped: float = 0  # samples skipped
     split: float = 0  # samples of which a part was skipped
+    checksum: float = 0  # of each replica's samples of the global batch
+    squared_checksum: float = 0
     stop: float = 0  # ranks that were asked to stop
     failed: float = 0  # replicas whose next data cannot be read
     late: float = 0  # replicas whose next data are not read yet
 
     def values(self) -> Sequence[float]:
         return [float(getattr(self, each.name)) for each in fields(self)]
+
+    def agree(self, replicas: int) -> bool:
+        """Return whether the checksums of all replicas are equal (of equal numbers n·Σd² is (Σd)², of others more)."""
+        return replicas * int(self.squared_checksum) == int(self.checksum) ** 2
 
 
 def counts_of(
@@ -212,4 +218,6 @@ def counts_of(
         read=step.read,
         skipped=sum(not skip.partly for skip in step.skipped),
         split=sum(skip.partly for skip in step.skipped),
+        checksum=step.checksum,
+        squared_checksum=step.checksum**2,
     )

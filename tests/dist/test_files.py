@@ -7,16 +7,20 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megavlm.data.broadcast import ReplicaBroadcast
+from megavlm.data.file_source import FilesSource
 from megavlm.data.loader import DataLoader, RankLoader
 from megavlm.data.types import StepData
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.programs import prepare as prepare_data
+from megavlm.train.run import Run
 from tests.support.covering import slow
 from tests.support.data_files import sources_of, write_all
 from tests.support.pool import Pools
@@ -171,6 +175,28 @@ def test_bad_samples_are_skipped_and_counted(pools: Pools, folder: Path, tmp_pat
     assert {"missing_file", "truncated", "not_a_record"} <= {skip["reason"] for skip in skipped}
     assert sum(record["skipped_samples"] for record in metrics(tmp_path / "run")) == len(skipped)
     assert all(record["loss"] > 0 for record in metrics(tmp_path / "run"))
+
+
+def train_where_rank_1_loses_a_sample(argv: list[str], run_dir: str) -> list[str]:
+    """Return what the run says."""
+    conversation, said = FilesSource.conversation, list[str]()
+
+    def found(self: FilesSource, sample_id: int) -> Any:
+        if dist.get_rank() == 1 and sample_id == 40:
+            raise BadSample(Reason.MISSING, "the disk of this machine hangs")
+        return conversation(self, sample_id)
+
+    say = patch.object(Run, "say", lambda self, text: said.append(text))
+    with patch.object(FilesSource, "conversation", found), say:
+        train(argv, run_dir)
+    return said
+
+
+def test_replicas_that_read_other_samples_are_told(pools: Pools, folder: Path, tmp_path: Path) -> None:
+    argv = [*FILES, *sources_of(folder), "--no-save"]
+    said, _ = pools(2).run(train_where_rank_1_loses_a_sample, argv, str(tmp_path))
+    (line,) = (line for line in said if "model replicas read different samples" in line)
+    assert 1 < int(line.split()[3]) < 8, line
 
 
 @pytest.mark.slow

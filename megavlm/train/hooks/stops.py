@@ -87,16 +87,25 @@ class Tally:
 
 
 class SkippedSamples(RankHook):
-    """Counts the samples read and skipped per step, and writes this rank's skipped samples to RUN_DIR/skipped."""
+    """Counts the samples read and skipped per step, and writes this rank's skipped samples to RUN_DIR/skipped. Warns of
+    replicas that read different samples.
+    """
 
     def __init__(self, run: Run, tally: Tally, *, keeps: Callable[[int], bool]) -> None:
         """`keeps` returns whether a checkpoint to resume from will exist if the run ends after an iteration."""
         self._run, self._tally, self._keeps = run, tally, keeps
+        self._agreed = True  # whether all replicas have read the same samples
 
     def measure(self, step: Step) -> Mapping[str, Value]:
         """Count the samples of a step, and write its skipped samples to the log."""
         self._tally.add(step.counts, step.data.skipped if self._run.engine.groups.is_reader else ())
         self._run.skipped.write(step.iteration, step.data.skipped)
+        if self._agreed and not step.counts.agree(self._run.engine.groups.dims.dp):
+            self._agreed = False
+            self._run.say(
+                f"warning: since iteration {step.iteration} model replicas read different samples, because some could "
+                "not read what others read: look whether all machines see the same files, and start again"
+            )
         return {}
 
     def ends(self, step: Step) -> BaseException | None:

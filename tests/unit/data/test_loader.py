@@ -17,7 +17,7 @@ from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig, TrainConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import ComputedCollator, all_images
-from megavlm.data.loader import DataLoader, RankLoader
+from megavlm.data.loader import DataLoader, RankLoader, checksum
 from megavlm.data.sample_order import BLOCK, Order, RecordRef, apportioned, permuted, spread
 from megavlm.data.sampler import (
     PackedBatchSampler,
@@ -37,6 +37,7 @@ from megavlm.data.types import (
     LoaderState,
     Sample,
     SampleCost,
+    Segment,
     StepData,
 )
 from megavlm.errors import UserError
@@ -45,7 +46,7 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.hooks.held_out import ValidationHook, fields
 from megavlm.train.hooks.stops import Stops
-from megavlm.train.step_result import counts_of
+from megavlm.train.step_result import Counts, counts_of
 
 GLOBAL_BATCH = 24
 CONFIG = Config(
@@ -271,6 +272,14 @@ def test_a_window_is_counted_once_when_it_is_opened() -> None:
     given_sampler.close()
     assert read == (place["window"] + (place["taken"] > 0)) * WINDOW
     assert len(skipped) == len(set(skipped)) == read // 5
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_replicas_that_lost_other_samples_disagree(lost: bool) -> None:
+    rows = [tuple(map(Segment, numbers)) for numbers in ((3, 4), (5,))]
+    found = [checksum(rows), checksum(rows), checksum([rows[0][:1], rows[1]] if lost else rows)]
+    counts = Counts(checksum=sum(found), squared_checksum=sum(each * each for each in found))
+    assert counts.agree(3) is not lost
 
 
 def test_data_without_a_usable_sample_says_why() -> None:
