@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.arch.dims import Dims
-from megavlm.arch.kinds import layer_cost, layer_flops, model_parameters
+from megavlm.arch.kinds import adapter_parameters, layer_cost, layer_flops, model_parameters
 from megavlm.arch.layers import encoder_names, kind_of, layer_names, number_of
+from megavlm.arch.scenario import scenario_of
 from megavlm.arch.workload import of_context_part, typical_images, typical_workload
 from megavlm.config.derived import starts_from
 from megavlm.config.lora_config import new_projector
@@ -127,12 +128,21 @@ def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
 
 
 def start_line(config: Config, *, continued: Path | None) -> str:
-    """Return a line for the log: the weights that a run starts from, and whether samples are synthetic.
+    """Return a line for the log: the weights that a run starts from, how many, those that are trained if these are
+    fewer, and whether samples are synthetic.
 
     `continued` is the checkpoint that the run resumes from.
     """
     model, sources = config.model, [*starts_from(config).values()]
     count = sum(model_parameters(name, model) for name in layer_names(model))
+    alone = scenario_of(config, Dims())
+    trained = sum(
+        model_parameters(name, model)
+        if alone.trains(name)
+        else sum(adapter_parameters(name, layout) for layout in alone.layouts)
+        for name in layer_names(model)
+    )
+    fewer = f", of which {trained:,} are trained" if trained < count else ""
     if later := continued or config.checkpoint.load:
         origin = f"weights of {later}"
     elif sources:
@@ -140,7 +150,7 @@ def start_line(config: Config, *, continued: Path | None) -> str:
     else:
         origin = "random weights"
     samples = "; trains on synthetic samples: --datasets names yours" if config.data.kind == "synthetic" else ""
-    return f"{origin}, {count:,} parameters{samples}"
+    return f"{origin}, {count:,} parameters{fewer}{samples}"
 
 
 def table(plan: Plan, config: Config) -> str:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from benchmarks import placement_paper
 from megavlm.arch.dims import Dims, ScheduleName
-from megavlm.arch.kinds import layer_cost, layer_flops, local_parameters, step_flops
+from megavlm.arch.kinds import layer_cost, layer_flops, local_parameters, model_parameters, step_flops
 from megavlm.arch.layers import EMBEDDING, OUTPUT, layer_names, part_of, trained_below, trained_layers, trains_weights
-from megavlm.arch.plan import even_cuts, make_plan, table
+from megavlm.arch.plan import even_cuts, make_plan, start_line, table
 from megavlm.arch.scenario import scenario_of
 from megavlm.arch.schedules import PipelineShape, held_at_peaks
 from megavlm.arch.workload import Workload, image_workload, typical_workload, window_patches, window_squares
@@ -34,6 +34,21 @@ WORK = Workload(10, 0, 0, 10, 20, 0, 0, 20)  # of 10 patches and 20 tokens, atte
 def largest(costs, cuts):
     bounds = (0, *cuts, len(costs))
     return max(sum(costs[a:b]) for a, b in pairwise(bounds))
+
+
+def test_a_start_says_how_many_parameters_are_trained():
+    whole, frozen, adapted = (
+        resolved([*WORDS, *argv.split()]) for argv in ("", "--freeze vision projector", "--lora-rank 4")
+    )
+    model, language = whole.model, whole.model.language
+    own = sum(model_parameters(name, model) for name in layer_names(model) if part_of(name) == "language")
+    hidden, ffn, width = language.hidden_size, language.ffn_hidden_size, language.kv_channels
+    queries, keys = language.num_attention_heads * width, language.num_query_groups * width
+    linears = [(hidden, each) for each in (queries, keys, keys, queries, ffn, ffn, ffn)]
+    lora = 4 * language.num_layers * sum(inputs + outputs for inputs, outputs in linears)
+    assert "trained" not in start_line(whole, continued=None)
+    assert f" parameters, of which {own:,} are trained;" in start_line(frozen, continued=None)
+    assert f" parameters, of which {lora:,} are trained;" in start_line(adapted, continued=None)
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=9), st.data())
