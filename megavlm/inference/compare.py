@@ -134,6 +134,8 @@ def side_of(
     pretrained: Pretrained | None = None
     config = Config(checkpoint=CheckpointConfig(init_from=str(path))) if is_folder else _of_run(path)
     config = replace(config, precision=PrecisionConfig(precision))  # type: ignore[arg-type]
+    if data is None and objective_of(config.model).scores:
+        raise UserError(f"{path} is a reward model, which scores answers: name a file of pairs after A and B")
     if data is not None:
         only = replace(config.data, kind="files", datasets=(data,), validation=(), validation_split=0.0, shuffle=False)
         config = replace(config, data=only)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megavlm.arch.objectives import HEAD
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.adapters import table_in_memory
@@ -16,11 +17,12 @@ from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader
 from megavlm.checkpoint.hf.exporting import Exported
 from megavlm.checkpoint.hf.hf_files import transformers_model
 from megavlm.checkpoint.hf.importing import load_weights
-from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, SCORE, Pretrained, with_pretrained_model
 from megavlm.checkpoint.hf.sidecar import exportable, settings_at
 from megavlm.checkpoint.summary import check_model, read_summary
 from megavlm.config.schema import CheckpointConfig, Config, PrecisionConfig
 from megavlm.errors import UserError
+from megavlm.families.shared.table import Rename
 from megavlm.inference.compare import length_of_a_sample, synthetic_batches
 from megavlm.inference.parting import Model, Row, beside_transformers, first_parting
 from megavlm.inference.single_process import full_model, single_process_groups
@@ -66,13 +68,14 @@ def compare(
         raise UserError(f"{checkpoint} has adapters: fold them in with merge-lora and verify the result")
     asked = Config(checkpoint=CheckpointConfig(init_from=str(folder)), precision=PrecisionConfig("fp32"))
     config, pretrained = resolve(with_pretrained_model(asked)), Pretrained.of(folder, *ALL_PARTS)
+    if pretrained.scores:  # the vocabulary came with the first weights, and shows all that the score depends on
+        pretrained = replace(pretrained, table={**pretrained.table, HEAD: Rename(SCORE)})
     length = seq_length or length_of_a_sample(config.model, pretrained.tiling)
     config = replace(config, train=replace(config.train, seq_length=length))
     groups = single_process_groups(backend)
     chunk = full_model(config, groups, backend)
-    if checkpoint is None:
-        load_weights([chunk], [pretrained], config, vocab_size=config.model.language.vocab_size)
-    else:
+    load_weights([chunk], [pretrained], config, vocab_size=config.model.language.vocab_size)
+    if checkpoint is not None:
         _load_exported(chunk, checkpoint, config)
     chunk.to(backend.device).eval()
     theirs = transformers_model(pretrained.folder.path).to(backend.device)
@@ -109,7 +112,8 @@ def compare(
 
 
 def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
-    """Load the weights of a run or checkpoint into a model, each rounded to its type in an export.
+    """Load the weights of a run or checkpoint into a model, each rounded to its type in an export. What
+    the run lacks, as the vocabulary of a reward model, stays the folder's.
 
     Raises UserError for a checkpoint of another model.
     """
@@ -118,10 +122,11 @@ def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
     token = source.family.config(settings_at(sidecar)).image_token  # a run may leave the image token to the tokenizer
     if token != config.model.image_token:
         raise UserError(f"{run} was trained with image token {token}, and the folder says {config.model.image_token}")
-    same = replace(config, model=replace(config.model, image_token=saved.model.image_token))
+    kept = {name: getattr(saved.model, name) for name in ("image_token", "objective")}  # no folder says the objective
+    same = replace(config, model=replace(config.model, **kept))
     check_model(read_summary(checkpoint), same, checkpoint)
     source.records.verify(source.table)
-    set_whole([chunk], source.whole)
+    set_whole([chunk], lambda key: source.whole(key) if key in source.table else None)
 
 
 def _grids(batch: MicroBatch) -> str:

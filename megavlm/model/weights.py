@@ -46,11 +46,14 @@ def initialize(
 
 
 @torch.no_grad()
-def set_whole(chunks: Sequence[HoldsWeights], read: Callable[[str], Tensor]) -> None:
-    """Set all weights of chunks from whole tensors, which `read` returns without the padding of any layout."""
+def set_whole(chunks: Sequence[HoldsWeights], read: Callable[[str], Tensor | None]) -> None:
+    """Set the weights of chunks from whole tensors, which `read` returns without the padding of any layout; None leaves
+    a weight as it is.
+    """
     for chunk in chunks:
         for shard in chunk.shards():
-            values = read(shard.key)
+            if (values := read(shard.key)) is None:
+                continue
             padded = values.new_zeros(shard.global_shape)
             both = tuple(slice(min(sizes)) for sizes in zip(values.shape, padded.shape, strict=True))
             padded[both] = values[both]

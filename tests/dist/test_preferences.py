@@ -21,6 +21,7 @@ from megavlm.data.sample_encoder import Encoder
 from megavlm.data.types import POSITIVE, ROLE
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.model.vlm import bare_chunk
+from megavlm.programs.compare import main as compare
 from megavlm.programs.convert import main as convert
 from tests.support.covering import fast_and_slow, slow
 from tests.support.data_files import write_preferences, write_tokenizer
@@ -220,7 +221,7 @@ def scores_of_training(argv: list[str], run_dir: str) -> tuple[list[list[int]], 
 
 
 @pytest.mark.parametrize("adapted", ["", slow("--lora-rank 4 --freeze vision projector")])
-def test_an_export_scores_as_training_does(pools, tmp_path, adapted):
+def test_an_export_scores_as_training_does(pools, tmp_path, capsys, adapted):
     """Transformers' hidden states and the head of an export give the scores, and so does a run that begins with it."""
     from transformers import AutoModelForImageTextToText
 
@@ -237,6 +238,10 @@ def test_an_export_scores_as_training_does(pools, tmp_path, adapted):
     if adapted:
         assert convert(["export-lora", str(run_dir), str(tmp_path / "peft")]) == 0
         assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["modules_to_save"] == ["score"]
+    else:
+        assert convert(["verify", str(out), str(run_dir)]) == 0
+    assert compare([str(run_dir), str(out)]) == 2
+    assert "name a file of pairs" in capsys.readouterr().err
     ((texts, ours),) = pools(1).run(scores_of_training, [*argv, *adapted.split(), "--train-iters", "3"], str(run_dir))
     theirs = AutoModelForImageTextToText.from_pretrained(out).model
     weight = next(load_file(file)["score.weight"] for file in out.glob("*.safetensors"))

@@ -17,7 +17,7 @@ from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, sidecars
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
-from megavlm.programs import chat, convert
+from megavlm.programs import chat, compare, convert
 from megavlm.rules.check import check
 from tests.support import hf
 from tests.support.harness import Single
@@ -67,6 +67,20 @@ def test_missing_surplus_and_misshapen_tensors_are_listed_together(folder, capsy
         "language_model.model.norm.weight is [31] where language.norm.weight needs [32]",
     ):
         assert expected in message
+
+
+@pytest.mark.parametrize("says", [{}, {"architectures": ["LlavaForSequenceClassification"]}])
+def test_a_reward_model_answers_no_questions(folder, capsys, says):
+    """Its vocabulary is not trained; `verify` compares it all the same."""
+    change_weights(folder, lambda weights: weights.update({"score.weight": torch.zeros(1, 32)}))
+    change_config(folder, **says)
+    for main, words in ((chat.main, ["--prompt", "?"]), (compare.main, [str(folder)])):
+        assert main([str(folder), *words]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert "is a reward model" in said
+        assert "megavlm logprobs" in said
+    if not says:
+        assert convert.main(["verify", str(folder)]) == 0
 
 
 def pickled(folder: Path) -> None:

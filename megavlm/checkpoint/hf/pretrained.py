@@ -51,6 +51,11 @@ class Pretrained:
     pools: bool = False  # the run has no vocabulary to predict: the output layer's weight is kept aside, unused
 
     @property
+    def scores(self) -> bool:
+        """Return whether the folder is that of a reward model, or of another that classifies sequences."""
+        return SCORE in self.folder.tensors
+
+    @property
     def tiling(self) -> Tiling | None:
         """Return the rule by which the model divides an image into tiles; None if it does not divide images."""
         return self.family.tiling(self.folder.settings) if self.family.tiling else None
@@ -131,8 +136,16 @@ class Pretrained:
         return copies(self.family, self.variant, self.model, self.folder.tensors)
 
     def problems(self) -> list[str]:
-        """Return a line for each missing, surplus or integer tensor, and each copy that differs from its original."""
+        """Return a line for each missing, surplus or integer tensor, and each copy that differs from its original.
+
+        Raises UserError for a reward model whose vocabulary the model would use.
+        """
         found = self.folder.tensors
+        if self.scores and HEAD not in self.table and "language" in self.parts:
+            raise UserError(
+                f"{self.folder.path} is a reward model, which has trained a score and no vocabulary: megavlm logprobs "
+                "writes the scores of answers, and --objective reward trains it on"
+            )
         wanted = {key: rule for key, rule in self.table.items() if self.provides(key)}
         missing = [f"missing {name}" for name in sorted(_names(wanted) - found.keys())]
         known = [re.compile(pattern) for pattern in self.family.unused]
@@ -230,7 +243,7 @@ def pretrained_of(config: Config, *, weights: bool = True) -> list[Pretrained]:
 
 def _with_own_head(pretrained: Pretrained, model: ModelConfig) -> Table:
     table = with_head(pretrained.table, model)
-    return {key: rule for key, rule in table.items() if key != HEAD or SCORE in pretrained.folder.tensors}
+    return {key: rule for key, rule in table.items() if key != HEAD or pretrained.scores}
 
 
 def _named_folders(config: Config, weights: bool) -> list[Pretrained]:
