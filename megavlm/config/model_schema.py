@@ -173,6 +173,11 @@ class ObjectiveConfig:
         "Objective kto: weight of the loss of good answers, where that of bad ones is 1.",
         needs=(ANSWERS, _with_objective("kto")),
     )
+    center_rewards: NotNegative = key_only(
+        0.0,
+        "Objective reward: factor of the squared sum of a pair's scores in the loss, which keeps scores near 0.",
+        needs=_with_objective("reward"),
+    )
     query_prefix: str = of_embeddings("", "Embeddings: text, such as an instruction, put before each query.")
     document_prefix: str = of_embeddings("", "Embeddings: text before each document.")
     losses: ObjectiveSections = field(default_factory=ObjectiveSections)

@@ -223,7 +223,8 @@ def _texts_of(rows: Sequence[Row]) -> list[Row]:
 def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
     """Return `members`, `pool` and `pool_weights` for rows of texts to embed, or of answers to score.
 
-    For an answer, `pool` has the positions that predict its tokens, each with weight 1; for a score, the last position.
+    For an answer, `pool` has the positions that predict its tokens, each with weight 1; for a score, the last position,
+    and `reference` the margins of the answers.
     """
     members: list[tuple[int, int, int, int]] = []
     positions: list[NDArray[np.int64]] = []
@@ -241,7 +242,9 @@ def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
                 positions.append(np.arange(start if spec.pooling == "mean" else end - 1, end))
     counts = np.array([len(each) for each in positions], dtype=np.int64)
     pool = np.stack([np.concatenate(positions), np.repeat(np.arange(len(counts)), counts)]) if members else ((), ())
+    margins = [member.margin for row in rows for text in row for member in text.members]
     return {
+        **({"reference": torch.tensor(margins, dtype=torch.float64)} if spec.pooling == "score" else {}),
         "members": torch.tensor(members, dtype=torch.int64).view(-1, 4),
         "pool": torch.as_tensor(pool, dtype=torch.int64),
         "pool_weights": torch.tensor(

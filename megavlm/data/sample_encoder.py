@@ -48,6 +48,7 @@ class Encoder:
         self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
         objective = objective_of(config.model)
         self.embeds, self.compares, self.rates = objective.embeds, objective.compares, objective.rates
+        self.scores = objective.scores
         self.config = config = resolve(config, vocab_size=self.tokenizer.vocab_size)
         self.chat = ChatFormat.of(
             self.tokenizer,
@@ -129,12 +130,15 @@ class Encoder:
         if not record.answers:
             raise BadSample(Reason.NOT_A_RECORD, "it has no chosen and rejected answer, which --objective compares")
         roles = [role for role, turns in zip((POSITIVE, NEGATIVE), record.answers, strict=True) if turns]
+        if self.scores and len(roles) == 1:
+            roles = [QUERY]  # it is no part of a pair
         members, encoded, image = [], [], 0
         for one, identity, role in zip(record.conversations(), record.identities, roles, strict=True):
             own = layouts[image : image + len(one.images)]
             image += len(own)
             encoded.append(self.chat.encode(one, [layout.prompt for layout in own]))
-            members.append(_member(role, identity, len(encoded[-1].tokens), own))
+            member = _member(role, identity, len(encoded[-1].tokens), own)
+            members.append(replace(member, margin=record.margin) if role == POSITIVE else member)
         tokens, trained = (np.concatenate([getattr(each, name) for each in encoded]) for name in ("tokens", "trained"))
         if len(tokens) > (length := self.config.train.seq_length):
             raise BadSample(

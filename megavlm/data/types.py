@@ -96,12 +96,13 @@ class Conversation:
 
     A preference has the turns of two conversations, first the one with the chosen answer. `answers` are the numbers of
     turns of the two, `identities` the identities of their contents. For a rated answer, one of the two conversations
-    has no turns and no identity.
+    has no turns and no identity. `margin` is what the chosen answer's score shall lead by.
     """
 
     turns: tuple[Turn, ...]
     identities: tuple[int, ...] = ()
     answers: tuple[int, ...] = ()
+    margin: float = 0.0
 
     def conversations(self) -> Iterator[Conversation]:
         """Yield the one or two conversations of a preference, the chosen one first."""
@@ -160,6 +161,7 @@ class Member:
     length: int
     images: int = 0
     sounds: int = 0
+    margin: float = 0.0  # of a chosen answer: what its score shall lead by
 
 
 def identity_of(*parts: str | bytes) -> int:

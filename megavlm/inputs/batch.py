@@ -175,7 +175,9 @@ class TextBatch:
     members: Tensor | None = None
     pool: Tensor | None = None  # [2, K] int64: pooled positions in the flattened [B·S], and the text of each
     pool_weights: Tensor | None = None  # [K] float32: their weights, which add up to 1 for each text
-    reference: Tensor | None = None  # [R] float64: log-probability of each answer by the run's initial model
+    # [R] float64: log-probability of each answer by the run's initial model; for a reward head, the margin of a chosen
+    # answer, and 0 of others
+    reference: Tensor | None = None
     # [B, S, K] int64 and float32: a teacher's likeliest tokens at each position, and their weights as labels; what the
     # weights leave of 1 is the weight of the label
     teacher_tokens: Tensor | None = None

@@ -48,7 +48,11 @@ cross entropy of the prompt to that of the answer. Of several pairs, it averages
 over the tokens of a micro-batch, not over answers. Its `robust` (Chowdhury et al. 2024) uses ε in another way.
 
 A **reward head** gives each answer a score r, from the hidden state of the last token of its conversation, and a pair
-the loss of Bradley and Terry, −log σ(r(w) − r(l)) (Ouyang et al. 2022).
+the loss of Bradley and Terry (Ouyang et al. 2022) with the record's margin m, if it has one (Touvron et al. 2023), and
+with a term that keeps scores near 0, because the first sees their difference alone (Eisenstein et al. 2023). c is
+`center_rewards`.
+
+    −log σ(r(w) − r(l) − m) + c (r(w) + r(l))²
 
 **Rated answers** have one loss per answer; the sum is divided by the number of answers. λ is `desirable_weight`.
 
@@ -338,8 +342,10 @@ def preference_loss(
     assert reference is not None or not OBJECTIVES[options.kind].refers, "the data loader has read the references"
     tokens: list[Tensor] = []
     if options.kind == "reward":
+        assert reference is not None
         rewards = losses.double().unflatten(0, (-1, 2))
-        terms = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
+        leads = rewards - reference.unflatten(0, (-1, 2))
+        terms = -F.logsigmoid(leads[:, 0] - leads[:, 1]) + options.center_rewards * rewards.sum(1) ** 2
     else:
         logs, lengths = answer_log_probabilities(batch, losses, group)
         before, tokens = torch.zeros_like(logs) if reference is None else reference, [lengths.sum()]

@@ -30,6 +30,7 @@ from tests.support.training import LEAN, assert_resumed, assert_same_curve, metr
 ROOT = Path(__file__).parents[2]
 
 MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "chosen_share", "answer_tokens")
+EXPERTS = "--num-experts 4 --set model.experts.ffn_hidden_size=24"
 LOSSES = {
     "dpo": "--objective dpo --set model.objective.label_smoothing=0.1",
     "rpo": "--objective dpo --set model.objective.rpo_alpha=0.5 model.objective.beta=0.4",
@@ -37,7 +38,9 @@ LOSSES = {
     "orpo": "--objective orpo",
     "simpo": "--objective simpo --set model.objective.simpo_gamma=0.3",
     "kto": "--objective kto --set model.objective.desirable_weight=1.3",
-    "reward": "--objective reward",
+    # A pair's loss sees little of what is added to all scores: Adam would move that where rounding decides, but for a
+    # larger epsilon.
+    "reward": "--objective reward --set model.objective.center_rewards=0.1 optimizer.adam_eps=1e-3",
 }
 
 
@@ -55,7 +58,10 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         *"--lr-warmup-iters 0 --packing-window 16 --eval-interval 2".split(),
     ]
     more = {"kto": ["--datasets", f"{rated},image_root={folder / 'images'}"]}
-    return {loss: [*argv, *options.split(), *more.get(loss, [])] for loss, options in LOSSES.items()}
+    found = {loss: [*argv, *options.split(), *more.get(loss, [])] for loss, options in LOSSES.items()}
+    words = {"records": 30, "most_images": 0}  # without images
+    texts = {files[0]: write_preferences(folder / "texts", **words), held: write_preferences(folder / "held", **words)}
+    return {**found, "reward of texts": [str(texts.get(word, word)) for word in found["reward"]]}
 
 
 def assert_same(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
@@ -64,9 +70,8 @@ def assert_same(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
         names = [name for name in other if name.removeprefix("validation/") in (*MEASURES, "loss")]
         assert len(names) in (5, 10, 6, 12, 7, 14)  # KTO has a share, too, and a reward head no log-probabilities
         for name in names:
-            # The loss of pairs does not see what is added to all scores, so that rounding decides where Adam moves it.
             drifts = len(names) in (5, 10) and name.endswith(("chosen", "rejected")) and own["iteration"] > 1
-            assert own[name] == pytest.approx(other[name], rel=1e-3 if drifts else 1e-5, abs=1e-6), name
+            assert own[name] == pytest.approx(other[name], rel=1e-4 if drifts else 1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -77,15 +82,19 @@ def assert_same(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
         slow(4, "--tp 2 --pp 2 --mbs 2", "orpo", ""),
         (2, "--mbs 2", "kto", ""),
         (2, "--tp 2 --mbs 2", "reward", ""),
-        slow(4, "--tp 2 --cp 2", "reward", "--freeze vision --lora-rank 4 --lr 3e-3"),
+        slow(4, "--tp 2 --cp 2", "reward", "--freeze vision --lora-rank 4"),
         slow(2, "--pp 2 --vpp 2", "reward", ""),
         slow(2, "--data-parallel-sharding full", "reward", ""),
+        slow(2, "--data-parallel-sharding optimizer_gradients", "reward", ""),
+        slow(2, "--ep 2", "reward", EXPERTS),
+        slow(4, "--pp 2 --placement colocated", "reward", ""),
+        slow(4, "--tp 2 --pp 2 --vpp 1 --mbs 2", "reward of texts", "--set model.vision.num_layers=0"),
         slow(4, "--tp 2 --cp 2 --mbs 4", "kto", ""),
         slow(2, "--pp 2 --vpp 2", "kto", ""),
         slow(4, "--pp 2 --placement colocated", "simpo", ""),
         slow(4, "--tp 2 --cp 2", "rpo", "--lora-rank 4 --freeze vision"),
         slow(2, "--data-parallel-sharding full --num-workers 1", "dpo", ""),
-        slow(2, "--ep 2 --mbs 2", "dpo", "--num-experts 4 --set model.experts.ffn_hidden_size=24"),
+        slow(2, "--ep 2 --mbs 2", "dpo", EXPERTS),
     ],
 )
 def test_any_layout_has_the_numbers_of_one_process(pools, alone, losses, tmp_path, world, layout, loss, model):
@@ -131,7 +140,8 @@ def gradients(argv: list[str], run_dir: str) -> tuple[float, float]:
         chunk.zero_grad_buffer()
         expected = 0.0
         if run.config.model.objective.kind == "reward":
-            losses = [loss for batch in batches for loss in plain_rewards(chunk, batch)]
+            center = run.config.model.objective.center_rewards
+            losses = [loss for batch in batches for loss in plain_rewards(chunk, batch, center)]
             sum(losses).backward()
             expected, batches = float(sum(losses)), []
         for batch in batches:
@@ -160,7 +170,7 @@ def gradients(argv: list[str], run_dir: str) -> tuple[float, float]:
     return abs(float(totals[0]) / expected - 1), off
 
 
-def plain_rewards(chunk: Any, batch: Any) -> list[Any]:
+def plain_rewards(chunk: Any, batch: Any, center: float) -> list[Any]:
     """Return the loss of each pair of a micro-batch from its answers' last hidden states, one answer at a time."""
     states: list[Any] = []
     parts, width, scores = bare_chunk(chunk).parts, batch.text.tokens.shape[1], []
@@ -170,7 +180,10 @@ def plain_rewards(chunk: Any, batch: Any) -> list[Any]:
     for (first, _), length in zip(batch.text.prefixes, batch.text.lengths, strict=True):
         row, start = divmod(first, width)
         scores.append(states[0][start + length - 1, row] @ parts["output"].head.weight[0])
-    return [-torch.nn.functional.logsigmoid(scores[n] - scores[n + 1]) for n in range(0, len(scores), 2)]
+    pairs = [(*scores[n : n + 2], batch.text.reference[n]) for n in range(0, len(scores), 2)]
+    assert {float(margin) for *_, margin in pairs} <= {0.0, 0.5, 1.0}
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return [center * (good + bad) ** 2 - log_sigmoid(good - bad - margin) for good, bad, margin in pairs]
 
 
 def plain_loss(options: Any, chosen: Any, rejected: Any, of_chosen: float, of_rejected: float) -> Any:
@@ -300,6 +313,7 @@ def test_each_format_has_the_same_rated_answer() -> None:
     assert [turn.parts for turn in read[5].turns] == [("how",), ("what ?",), ("many ?",), ("[1, 2]",)]
     wrong = {
         "its `label` is 'good', neither true nor false": {**records[0], "label": "good"},
+        "its `margin` is 'much', which is no number": {**records[0], "margin": "much"},
         "does not end with an answer": {"messages": [user], "label": True},
         "it has no prompt": {"completion": "yes", "label": True},
         "no field `chosen` or `completion`": {"prompt": "how many ?", "label": True},

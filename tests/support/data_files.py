@@ -101,7 +101,13 @@ def write_pairs(folder: Path, *, records: int, seed: int = 2, name: str = "pairs
 
 
 def write_preferences(
-    folder: Path, *, records: int, seed: int = 3, name: str = "preferences.jsonl", rated: bool = False
+    folder: Path,
+    *,
+    records: int,
+    seed: int = 3,
+    name: str = "preferences.jsonl",
+    rated: bool = False,
+    most_images: int = 2,
 ) -> Path:
     """Preferences as TRL, LLaMA-Factory, ms-swift and RLAIF-V write them, of none to two images; or `rated` answers."""
     rng = np.random.default_rng(seed)
@@ -112,7 +118,7 @@ def write_preferences(
 
     lines = []
     for number in range(records):
-        names = [f"{seed}-{number}-{place}.png" for place in range(int(rng.integers(0, 3)))]
+        names = [f"{seed}-{number}-{place}.png" for place in range(int(rng.integers(0, most_images + 1)))]
         for each in names:
             height, width = rng.integers(8, 40, 2).tolist()
             Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / "images" / each)
@@ -138,7 +144,7 @@ def write_preferences(
             {"conversations": said},
             {"instruction": question, "input": text(), "output": good},
         ]
-        one = {**ratings[number % 5], **rates} if rated else formats[number % 5]
+        one = {**ratings[number % 5], **rates} if rated else {**formats[number % 5], "margin": number % 3 / 2}
         lines.append(json.dumps({**one, "images": names}))
     path = folder / name
     path.write_text("\n".join(lines) + "\n")

@@ -15,6 +15,7 @@ without ids those of equal content, are the same document.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -170,7 +171,7 @@ SHAPES = {
         Shape(
             "preferences",
             ((*REJECTED, *_RATINGS), ("chosen", *_RATED, "messages", "conversations")),
-            (*_PROMPTS, *_HISTORY),
+            (*_PROMPTS, *_HISTORY, "margin"),
             None,
         ),
     )
@@ -178,7 +179,7 @@ SHAPES = {
 UNASKED = tuple(kind for kind in SHAPES if kind != "preferences")  # preferences are read on request only
 # Tags in texts that stand for values of another field (ms-swift); they are not supported.
 _UNFILLED, _FILLING = ("<bbox>", "<ref-object>"), "objects"
-_NO_CONTENT = ("id", "ids", "fps")  # not hashed: copies of a record may have different ids
+_NO_CONTENT = ("id", "ids", "fps", "margin")  # not hashed: copies of a record may have different ids
 
 
 def shape_of(record: Any, kinds: Iterable[str] = SHAPES) -> str | None:
@@ -262,7 +263,19 @@ def _preference_of(record: Record, fields: tuple[str, ...], find: FindFile, find
         tuple(turn for each in found for turn in each.turns),
         identities=tuple(identity_of("answer", *pieces) for pieces in said),
         answers=tuple(counts if good is None else [*counts, 0] if good else [0, *counts]),
+        margin=_margin(record.get("margin")),
     )
+
+
+def _margin(value: Any) -> float:
+    """Return the margin of a preference, which a table may hold as text; 0 without one. Raises BadSample."""
+    try:
+        margin = float(value or 0.0)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise BadSample(Reason.NOT_A_RECORD, f"its `margin` is {shown(value)}, which is no number")
+    return margin
 
 
 def _answered(record: Record, field: str, reader: Reader) -> Turns:

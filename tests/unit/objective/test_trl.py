@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavlm.arch.objectives import OBJECTIVES
 from megavlm.config.schema import ObjectiveConfig
 from megavlm.data.types import NEGATIVE, POSITIVE
 from megavlm.objective.losses import preference_loss
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "orpo": ({"kind": "orpo"}, "orpo", {}),
     "kto": ({"kind": "kto", "desirable_weight": 1.3}, "kto", {"loss_type": "apo_zero_unpaired"}),
 }
+REWARDS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "reward": ({"kind": "reward"}, "reward", {}),
+    "margin": ({"kind": "reward"}, "reward", {}),
+    "centered": ({"kind": "reward", "center_rewards": 0.3}, "reward", {"center_rewards_coefficient": 0.3}),
+}
 BETA = 0.4
 
 
@@ -56,16 +62,24 @@ def pair(seed: int, kind: str) -> dict[str, Tensor]:
 
 
 def pairs_of(case: str) -> list[dict[str, Tensor]]:
+    if case in REWARDS:
+        generator = torch.Generator().manual_seed(3)
+        scores = torch.randn(PAIRS, 2, 1, generator=generator, dtype=torch.float64)
+        margins = torch.rand(PAIRS, 1, generator=generator)
+        return [
+            {"logits": each, **({"margin": margin} if case == "margin" else {})}
+            for each, margin in zip(scores, margins, strict=True)
+        ]
     return [pair(seed, CASES[case][1]) for seed in range(PAIRS)]
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, Tensor]]:
-    """The losses [P] of all cases, and the gradients with respect to the logits."""
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """The losses [P] of all cases, the gradients with respect to the logits, and what a reward trainer logs."""
     given, results = (tmp_path_factory.mktemp("trl") / name for name in ("given.pt", "results.pt"))
     cases = {
         case: (trainer, {**ours, **others, "beta": BETA}, pairs_of(case))
-        for case, (ours, trainer, others) in CASES.items()
+        for case, (ours, trainer, others) in {**CASES, **REWARDS}.items()
     }
     torch.save(cases, given)
     command = [sys.executable, "-m", "tests.support.trl_losses", str(given), str(results)]
@@ -76,7 +90,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_trl(theirs: dict[str, tuple[Tensor, Tensor]], case: str) -> None:
+def test_loss_and_gradients_are_those_of_trl(theirs: dict[str, tuple[Tensor, Tensor, Any]], case: str) -> None:
     """TRL computes the odds of ORPO in fp32."""
     pairs = pairs_of(case)
     tokens, answer, reference, logits = (
@@ -93,7 +107,30 @@ def test_loss_and_gradients_are_those_of_trl(theirs: dict[str, tuple[Tensor, Ten
     options = ObjectiveConfig(**CASES[case][0], beta=BETA)
     total, count, _ = preference_loss(SimpleNamespace(text=text), 0, options, ALONE, losses)
     total.backward()
-    expected, gradient = theirs[case]
+    expected, gradient, _ = theirs[case]
     assert int(count) == PAIRS * (2 if options.kind == "kto" else 1)
     assert total.item() == pytest.approx(expected.sum().item(), rel=1e-6)
     torch.testing.assert_close(logits.grad, gradient, rtol=0, atol=1e-6 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("case", REWARDS)
+def test_a_reward_head_is_trained_and_measured_as_by_trl(
+    theirs: dict[str, tuple[Tensor, Tensor, Any]], case: str
+) -> None:
+    pairs = pairs_of(case)
+    scores = torch.cat([each["logits"] for each in pairs])[:, 0].requires_grad_(True)
+    margins = [each.get("margin", torch.zeros(1)) for each in pairs]
+    text = SimpleNamespace(
+        members=torch.tensor([[row // 2, NEGATIVE if row % 2 else POSITIVE, row, 0] for row in range(2 * PAIRS)]),
+        reference=torch.cat([torch.cat([margin, torch.zeros(1)]) for margin in margins]).double(),
+    )
+    options = ObjectiveConfig(**REWARDS[case][0])
+    total, count, sums = preference_loss(SimpleNamespace(text=text), 0, options, ALONE, scores)
+    total.backward()
+    expected, gradient, logged = theirs[case]
+    assert total.item() == pytest.approx(expected.sum().item(), rel=1e-6)
+    torch.testing.assert_close(scores.grad, gradient[:, 0], rtol=0, atol=1e-6 * float(gradient.abs().max()))
+    means = OBJECTIVES["reward"].means(sums[2:].tolist(), float(count))
+    assert means["reward_accuracy"] == pytest.approx(float(logged["accuracy"]))
+    assert means["reward_margin"] == pytest.approx(float(logged["margin"]))
+    assert means["reward_chosen"] + means["reward_rejected"] == pytest.approx(2 * float(logged["mean_reward"]))

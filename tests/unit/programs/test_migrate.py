@@ -105,6 +105,7 @@ SEEN: dict[str, tuple[dict[str, Any], str, Any]] = {
     "likelihood beside SimPO": ({"model": "m", "rlhf_type": "simpo"}, "model.objective.rpo_alpha", 1.0),
     "margin of SimPO": ({"model": "m", "rlhf_type": "simpo"}, "model.objective.simpo_gamma", 1.0),
     "groups of queries": ({"model": "m", "num_query_groups": 2}, "model.language.num_query_groups", None),
+    "rewards near 0": ({"stage": "rm", "center_rewards_coefficient": 0.01}, "model.objective.center_rewards", 0.01),
     "Megatron-SWIFT": ({"model": "m", "global_batch_size": 4}, "optimizer.weight_decay", 0.1),
     "steps before a share": ({"warmup_steps": 20, "warmup_ratio": 0.0}, "optimizer.lr_warmup_iters", 20),
     "steps beside a share": ({"warmup_ratio": 0.1, "warmup_steps": 20}, "optimizer.lr_warmup_iters", 20),
