@@ -54,6 +54,7 @@ class Objective:
 # Of pairs of answers: β · log-ratios, their difference, whether it is positive; answer tokens of both.
 ANSWER_MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "answer_tokens")
 HEAD = f"{OUTPUT}.head.weight"  # of a reward head, [1, H]
+SCORER = "score"  # of a reward model that is not trained: it scores single answers as well; no option names it
 CHOSEN_SHARE = "chosen_share"  # of rated answers, those that are good
 OBJECTIVES: Mapping[str, Objective] = {
     "next-token": Objective(embeds=False),
@@ -74,6 +75,7 @@ OBJECTIVES: Mapping[str, Objective] = {
         measured=tuple(CHOSEN_SHARE if name == "reward_margin" else name for name in ANSWER_MEASURES),
     ),
     "reward": Objective(embeds=False, scores=True, counted="pairs", compares=True, measured=ANSWER_MEASURES[:-1]),
+    SCORER: Objective(embeds=False, scores=True, counted="answers", compares=True, rates=True),
 }
 
 

@@ -57,11 +57,13 @@ class ModelFolder:
             from megavlm.checkpoint.summary import model_of, read_summary
 
             saved = model_of(read_summary(self.folder), self.folder)
-            if objective_of(saved.model).pools:
+            objective = objective_of(saved.model)
+            if objective.embeds:
                 raise UserError(
                     f"{self.folder} was trained with --objective {saved.model.objective.kind}: it predicts no token"
                 )
-            model = replace(saved.model, freeze=None, objective=ObjectiveConfig())
+            kept = saved.model.objective if objective.scores else ObjectiveConfig()
+            model = replace(saved.model, freeze=None, objective=kept)
             said = replace(said, model=model, lora=saved.lora)
         elif is_in_parts(self.folder):
             places = {f"{part}_from": str(self.folder / part) for part in ALL_PARTS}
@@ -69,10 +71,18 @@ class ModelFolder:
             said = replace(said, model=model, checkpoint=CheckpointConfig(**places))
         else:
             said = replace(said, checkpoint=CheckpointConfig(init_from=str(self.folder)))
+        if not self.is_checkpoint and self._has_reward_head():
+            said = replace(said, model=replace(said.model, objective=ObjectiveConfig(kind="reward")))
         config = with_pretrained_model(said, weights=False)
         without = {option.path for option, _ in idle(config)}
         values = {each: value_at(said, each.path) for each in options() if each.path not in without}
         return config, [f"{each.key}={json.dumps(as_data(v))}" for each, v in values.items() if v != each.default]
+
+    def _has_reward_head(self) -> bool:
+        from megavlm.checkpoint.hf.hf_files import HfFolder
+        from megavlm.checkpoint.hf.pretrained import SCORE
+
+        return SCORE in HfFolder(self.folder / "language" if is_in_parts(self.folder) else self.folder).tensors
 
 
 def model_folder(path: Path, *, unexported: bool = False) -> ModelFolder:

@@ -1,4 +1,5 @@
-"""Write the log-probability of each trained token: `megavlm logprobs RUN_DIR data.jsonl --out scores --tp 2`.
+"""Write the log-probability of each trained token: `megavlm logprobs RUN_DIR data.jsonl --out scores --tp 2`. Of a
+reward model, write the scores of answers, and print how many pairs it ranks right.
 
 The arguments after the data are options of training: layout, precision, sequence length, format of records. The model
 is exported as for `megavlm chat`, adapters merged; that of a run from random weights is read from its checkpoint.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Sequence
 from itertools import takewhile
@@ -48,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        description="Write the log-probability of each trained token of data sets.",
+        description="Write the log-probability of each trained token of data sets, or a reward model's scores.",
         usage="megavlm logprobs RUN_DIR|HF_DIR DATA [DATA …] --out DIR [options] [options of megavlm train]",
         allow_abbrev=False,
     )
@@ -68,6 +70,9 @@ def _write(given: argparse.Namespace, model: Path, data: Sequence[str], training
     config, world = to_train(_run_words(found, data, given.out, training), launched=launched)
     if world < launched:
         raise UserError(f"{launched} processes were started, and the layout takes {world}: start so many")
+    reward = config.model.objective.kind == "reward"
+    if reward and (given.entropy or given.top_k is not None):
+        raise UserError(f"{model} is a reward model, which predicts no tokens: leave --entropy and --top-k out")
     if given.top_k is not None and given.top_k > (size := config.model.language.vocab_size or given.top_k):
         raise UserError(f"--top-k {given.top_k} is more than the {size:,} tokens of the vocabulary")
     settings = {
@@ -77,7 +82,8 @@ def _write(given: argparse.Namespace, model: Path, data: Sequence[str], training
         "entropy": given.entropy,
         "seq_length": config.train.seq_length,
     }
-    _score(config, given.out, settings, found.folder if found.is_checkpoint else None)
+    checkpoint = found.folder if found.is_checkpoint else None
+    _score(config, given.out, settings | ({"reward": True} if reward else {}), checkpoint)
 
 
 def _run_words(found: ModelFolder, records: Sequence[str], out: Path, training: Sequence[str]) -> list[str]:
@@ -117,23 +123,28 @@ def _score(config: Config, out: Path, settings: dict[str, Any], checkpoint: Path
 
     done = _position(out, settings)
     if done.get("last"):
-        print(f"{out} has all {done['samples']:,} samples")
+        print(f"{out} has all {done['samples']:,} samples{_ranking(done)}")
         return
     say = progress(10.0)
     rows: list[dict[str, Any]] = []
     files, samples, skipped = done.get("files", 0), done.get("samples", 0), done.get("skipped", 0)
+    pairs, right, margins = done.get("pairs", 0), done.get("right", 0), done.get("margins", 0.0)
     top, state = settings["top_k"] or 0, done.get("state")
     for batch in scored(config, backend, top=top, state=state, checkpoint=checkpoint):
         rows += [_row(*each, settings) for each in batch.samples]
+        for row in rows[len(rows) - len(batch.samples) :] if settings.get("reward") else ():
+            if (margin := row["score"] - row["rejected_score"]) == margin:
+                pairs, right, margins = pairs + 1, right + (margin > 0), margins + margin
         samples, skipped = samples + len(batch.samples), skipped + batch.skipped
         if dist.get_rank() == 0 and (len(rows) >= _ROWS or batch.last):
             _write_rows(out / f"part-{files:05}.parquet", rows)
             files, rows = files + 1, []
             done = {"files": files, "samples": samples, "skipped": skipped, "last": batch.last}
+            done |= {"pairs": pairs, "right": right, "margins": margins}
             replace_file(out / _STATE, json.dumps({**done, "state": batch.after, "settings": settings}) + "\n")
             say(f"{samples:,} samples")
     if dist.get_rank() == 0:
-        print(f"{samples:,} samples, {skipped:,} skipped: {out}")
+        print(f"{samples:,} samples, {skipped:,} skipped{_ranking(done)}: {out}")
 
 
 def _position(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +157,17 @@ def _position(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return done
 
 
+def _ranking(done: dict[str, Any]) -> str:
+    """Return how a reward model ranks pairs, as part of a line; "" without pairs."""
+    if not (pairs := done.get("pairs")):
+        return ""
+    return f"; {done['right'] / pairs:.1%} of {pairs:,} pairs right, mean margin {done['margins'] / pairs:.3f}"
+
+
 def _row(data_set: str, record: str, scores: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    if settings.get("reward"):
+        score, rejected = [*scores.tolist(), math.nan][:2]  # not null, so that all files have the same types
+        return {"data_set": data_set, "record": record, "score": score, "rejected_score": rejected}
     names = ["positions", "tokens", "logprobs"]
     names += ["entropies"] * settings["entropy"] + ["top_tokens", "top_logprobs"] * (settings["top_k"] is not None)
     return {"data_set": data_set, "record": record, **{name: getattr(scores, name).tolist() for name in names}}

@@ -1,4 +1,5 @@
-"""Score held-out samples by the model: the log-probability of each trained token, its entropy, and the likeliest ones.
+"""Score held-out samples by the model: the log-probability of each trained token, its entropy, and the likeliest ones;
+by a reward model: its score of each answer.
 
 The samples are the run's validation samples (`ValidationHook`), so that any layout and packing gives the same. Ranks of
 the last stage compute the scores, the reader of each replica knows the samples, and rank 0 combines the two.
@@ -8,19 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megavlm.arch.objectives import SCORER, objective_of
 from megavlm.backend import Backend
 from megavlm.checkpoint.hf.checkpoint_reader import load_checkpoint
 from megavlm.config.schema import Config
-from megavlm.data.types import LoaderState, SampleId, StepData
+from megavlm.data.types import NEGATIVE, ROLE, LoaderState, SampleId, StepData
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.cross_entropy import ENTROPY, LOGPROB
 from megavlm.train.build import build
@@ -40,11 +44,15 @@ class TokenScores:
     top_logprobs: NDArray[np.float64]  # [n, k]
 
 
+Scores = TokenScores | NDArray[np.float64]
+
+
 @dataclass(frozen=True)
 class ScoredBatch:
     """The scores of a global batch on rank 0, none on other ranks, and the loader's state after the batch."""
 
-    samples: tuple[tuple[str, str, TokenScores], ...]  # with the names of data set and record
+    # With the names of data set and record. A reward model's are [1 or 2]: of an answer, or of the chosen and rejected.
+    samples: tuple[tuple[str, str, Scores], ...]
     skipped: int
     after: LoaderState
     last: bool
@@ -55,9 +63,13 @@ def scored(
 ) -> Iterator[ScoredBatch]:
     """Build the run of a configuration, and yield the scores of its validation samples, resumed from `state`.
 
-    With `checkpoint`, the model has this checkpoint's weights in place of those with which a run would begin. Every
-    rank iterates to the end. Raises UserError for a run that cannot be built or a state of other data.
+    With `checkpoint`, the model has this checkpoint's weights in place of those with which a run would begin. A reward
+    model scores single answers beside pairs. Every rank iterates to the end. Raises UserError for a run that cannot be
+    built or a state of other data.
     """
+    if objective_of(config.model).scores:
+        objective = replace(config.model.objective, kind=cast(Any, SCORER))
+        config = replace(config, model=replace(config.model, objective=objective))
     with contextlib.redirect_stdout(io.StringIO()):  # what a run says of its training
         run = build(config, backend)
     try:
@@ -75,6 +87,9 @@ def scored_batches(run: Run, *, top: int, state: LoaderState | None = None) -> I
     if state is not None:
         loader.load_state_dict(state)
     last = False
+    compute: Callable[[Sequence[MicroBatch]], list[Tensor]] = partial(engine.schedule.statistics, top=top)
+    if objective_of(run.config.model).scores:
+        compute = engine.schedule.outputs
     with engine.evaluation():
         while not last:
             step = loader.next_step()
@@ -82,7 +97,7 @@ def scored_batches(run: Run, *, top: int, state: LoaderState | None = None) -> I
             yield ScoredBatch(
                 samples=tuple(
                     (*run.source.name(sample), scores)
-                    for sample, scores in _on_rank_0(run, step, engine.schedule.statistics(step.batches, top=top))
+                    for sample, scores in _on_rank_0(run, step, compute(step.batches))
                 ),
                 skipped=len(step.skipped),
                 after=loader.state_dict(),
@@ -90,14 +105,14 @@ def scored_batches(run: Run, *, top: int, state: LoaderState | None = None) -> I
             )
 
 
-def _on_rank_0(run: Run, step: StepData, statistics: Sequence[Tensor]) -> Iterator[tuple[SampleId, TokenScores]]:
+def _on_rank_0(run: Run, step: StepData, statistics: Sequence[Tensor]) -> Iterator[tuple[SampleId, Scores]]:
     """Yield the samples of a global batch with their scores on rank 0, replica by replica."""
     groups = run.engine.groups
     computes = bool(statistics) and groups.is_first_tp and groups.coords.cp == 0
     pairs = zip(step.batches, statistics, strict=True) if computes else ()
     scores = [each for batch, found in pairs for each in _by_sample(batch, found.cpu().numpy())]
     names = [sample for samples in step.samples for sample in samples] if groups.is_reader else []
-    gathered: list[tuple[int, list[SampleId], list[TokenScores]] | None] = [None] * dist.get_world_size()
+    gathered: list[tuple[int, list[SampleId], list[Scores]] | None] = [None] * dist.get_world_size()
     dist.gather_object((groups.coords.dp, names, scores), gathered if dist.get_rank() == 0 else None)
     for replica in range(groups.dims.dp):
         mine = [each for each in gathered if each is not None and each[0] == replica]
@@ -105,9 +120,14 @@ def _on_rank_0(run: Run, step: StepData, statistics: Sequence[Tensor]) -> Iterat
         yield from zip(samples, (each for _, _, found in mine for each in found), strict=True)
 
 
-def _by_sample(batch: MicroBatch, statistics: NDArray[np.float64]) -> Iterator[TokenScores]:
-    """Yield the scores of each sample of a micro-batch from the statistics [B, S, 2 + 2·k] of its positions."""
+def _by_sample(batch: MicroBatch, statistics: NDArray[np.float64]) -> Iterator[Scores]:
+    """Yield the scores of each sample of a micro-batch from the statistics [B, S, 2 + 2·k] of its positions, or from
+    the scores [R] of its answers.
+    """
     text = batch.text
+    if text.members is not None:
+        yield from np.split(statistics, np.flatnonzero(text.members[:, ROLE].cpu().numpy() != NEGATIVE))[1:]
+        return
     tokens, mask = text.tokens.flatten().cpu().numpy(), text.loss_mask.flatten().cpu().numpy()
     flat = statistics.reshape(len(mask), -1)
     k = (flat.shape[1] - 2) // 2

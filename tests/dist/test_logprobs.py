@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,25 +15,34 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from megavlm.command_line.configuration import to_train
 from megavlm.config.schema import DataConfig, DatasetConfig, ModelConfig
 from megavlm.data.records import open_records
-from megavlm.data.types import Sample
+from megavlm.data.types import Conversation, EncodedSample, Sample
 from megavlm.inference.folders import ModelFolder
 from megavlm.inference.model import TrainedModel
+from megavlm.inputs.batch import MicroBatch
 from megavlm.parallel.groups import destroy_groups
 from megavlm.programs import logprobs
 from megavlm.programs.logprobs import _row, _run_words, _write_rows
 from megavlm.train.token_scores import scored_batches
 from tests.support import hf
 from tests.support.covering import slow
-from tests.support.data_files import sources_of, write_all, write_held_out, write_tokenizer
+from tests.support.data_files import (
+    sources_of,
+    write_all,
+    write_held_out,
+    write_preferences,
+    write_tokenizer,
+)
 from tests.support.processors import picture
 from tests.support.tiny_models import tiny
 from tests.support.training import LEAN, assert_same_curve, metrics, started, train, train_composed
 from tests.support.whole_models import whole_folder
 
+ROOT = Path(__file__).parents[2]
 NAMES = ("positions", "tokens", "logprobs", "entropies", "top_tokens", "top_logprobs")
 
 
@@ -58,22 +69,32 @@ def write(words: Sequence[str], files: int | None = None) -> None:
             assert files is not None
 
 
+def model_of(folder: Path) -> TrainedModel:
+    return TrainedModel.of(folder, DataConfig(), device=torch.device("cpu"), dtype="float32", said=ModelConfig())
+
+
+def batch_of(model: TrainedModel, read: Conversation) -> tuple[EncodedSample, MicroBatch]:
+    (encoded,) = model.source.encoded(read, source=0)[0]
+    images = tuple(model.source.visuals.load(read.images, image) for image in encoded.images)
+    return encoded, model.batch([Sample(encoded.tokens, encoded.trained, images, encoded.tile_groups)])
+
+
+def inputs_of(model: TrainedModel, batch: MicroBatch) -> dict[str, Any]:
+    """Return the arguments of Transformers' model for a micro-batch."""
+    return {**model.inputs(batch, torch.ones_like(batch.text.tokens)), "use_cache": False}
+
+
 def expected_of(folder: Path, data: str) -> dict[tuple[str, int], list[np.ndarray]]:
     """Return tokens, log-probabilities, entropies and likeliest tokens by Transformers of each record, unpacked."""
-    cpu = torch.device("cpu")
-    model = TrainedModel.of(folder, DataConfig(), device=cpu, dtype="float32", said=ModelConfig())
-    records, source = open_records(DatasetConfig(path=data)), model.source
+    model, records = model_of(folder), open_records(DatasetConfig(path=data))
     found = {}
     for number in range(len(records)):
-        read = records.read(number)
-        (encoded,) = source.encoded(read, source=0)[0]
-        images = tuple(source.visuals.load(read.images, image) for image in encoded.images)
-        batch = model.batch([Sample(encoded.tokens, encoded.trained, images, encoded.tile_groups)])
+        encoded, batch = batch_of(model, records.read(number))
         with torch.no_grad():
             if model.is_own:
                 logits = model.module(batch, logits=True)
             else:
-                logits = model.module(**model.inputs(batch, torch.ones_like(batch.text.tokens)), use_cache=False).logits
+                logits = model.module(**inputs_of(model, batch)).logits
         logprobs = torch.log_softmax(logits[0].double(), -1)
         places = torch.nonzero(torch.from_numpy(encoded.trained)).flatten()
         rows, tokens = logprobs[places - 1], torch.from_numpy(encoded.tokens)[places]
@@ -179,6 +200,46 @@ def test_scores_are_those_of_transformers(pools, tmp_path, name, shows, world, l
     if trained in (FULL, LORA):
         before = expected_of(given, data)
         assert max(np.abs(expected[each][2] - before[each][2]).max() for each in expected) > 1e-3, "it has learned"
+    with pytest.raises(AssertionError):
+        pools(1).run(write, [*words, "--top-k", "2"])
+
+
+def test_scores_of_a_reward_model_are_those_of_transformers(pools, tmp_path):
+    """Pairs with images and single answers have their last hidden states times `score.weight`; pairs are ranked."""
+    plain, folder, images = tmp_path / "plain", tmp_path / "reward", tmp_path / "images"
+    runpy.run_path(str(ROOT / "examples/first_run/small_model.py"))["main"](plain)
+    shutil.copytree(plain, folder)
+    weight = torch.randn(1, 128)
+    save_file({**load_file(plain / "model.safetensors"), "score.weight": weight}, folder / "model.safetensors")
+    pairs = write_preferences(tmp_path, records=9)
+    files = [pairs, write_preferences(tmp_path, records=5, seed=4, name="rated.jsonl", rated=True)]
+    data = [f"{path},image_root={images}" for path in files]
+    words = [str(folder), *data, "--out", str(tmp_path / "out")]
+    words += "--precision fp32 --seq-length 256 --global-batch-size 2 --num-workers 0".split()
+    pools(1).run(write, words, 2)
+    pools(2).run(write, [*words, "--tp", "2"])
+    rows = rows_of(tmp_path / "out")
+    found = {(row["data_set"], row["record"]): (row["score"], row["rejected_score"]) for row in rows}
+    model, margins = model_of(plain), []
+    for path in files:
+        records = open_records(DatasetConfig(path=str(path), image_root=str(images)), answers=True)
+        for number in range(len(records)):
+            expected = []
+            for one in records.read(number).conversations():
+                with torch.no_grad():
+                    inputs = inputs_of(model, batch_of(model, one)[1])
+                    states = model.module.base_model(**inputs).last_hidden_state
+                expected.append(float(states[0, -1] @ weight[0]))
+            if (scores := found.pop((path.stem, records.label(number)), None)) is not None:  # it is not too long
+                margins += [scores[0] - scores[1]] if len(expected) == 2 else []
+                assert scores == pytest.approx([*expected, np.nan][:2], abs=1e-4, nan_ok=True)
+    state = json.loads((tmp_path / "out/position.json").read_text())
+    assert not found
+    assert len(margins) > 4
+    assert state["samples"] > len(margins) + 2
+    assert state["margins"] == pytest.approx(sum(margins))
+    right, mean = sum(margin > 0 for margin in margins) / len(margins), sum(margins) / len(margins)
+    assert logprobs._ranking(state) == f"; {right:.1%} of {len(margins)} pairs right, mean margin {mean:.3f}"
     with pytest.raises(AssertionError):
         pools(1).run(write, [*words, "--top-k", "2"])
 
