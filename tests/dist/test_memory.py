@@ -20,6 +20,7 @@ from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.host_memory import HostMemory
 from tests.support.covering import fast_and_slow
+from tests.support.data_files import write_preferences, write_tokenizer
 from tests.support.live_bytes import step_counts
 from tests.support.pool import Pools
 from tests.support.training import started
@@ -69,6 +70,10 @@ FAST = ("experts-bf16", "dp2-zero3", "rich", "pp2-colocated")
 @pytest.mark.parametrize("name", fast_and_slow(FAST, CASES))
 def test_predicted_peak_is_within_a_tenth(pools: Pools, name: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     world, flags = CASES[name]
+    if "FOLDER" in flags:
+        write_preferences(tmp_path, records=40, most_images=0)
+        write_tokenizer(tmp_path / "tokenizer")
+        flags = flags.replace("FOLDER", str(tmp_path))
     ranks = pools(int(world)).run(measured_and_predicted, [*MODEL.split(), *flags.split()], str(tmp_path / "run"))
     for rank, (peaks, memories, there, counted) in enumerate(ranks):
         assert counted == there, f"rank {rank}: parameters"
