@@ -14,6 +14,7 @@ from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.adapters import table_in_memory
 from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader
+from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.hf.exporting import Exported
 from megavlm.checkpoint.hf.hf_files import transformers_model
 from megavlm.checkpoint.hf.importing import load_weights
@@ -62,8 +63,12 @@ def compare(
 
     Our weights are those of `checkpoint`, or without one those of the folder itself. Without `seq_length`, a sample has
     the length of one image and some text. Raises UserError if Transformers' model does not accept
-    the images and text, or if the checkpoint holds adapters.
+    the images and text, for an export in parts, or if the checkpoint holds adapters.
     """
+    if is_in_parts(folder):
+        raise UserError(
+            f"{folder} consists of parts, which no class of Transformers has together: verify {folder}/language"
+        )
     if checkpoint is not None and read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"):
         raise UserError(f"{checkpoint} has adapters: fold them in with merge-lora and verify the result")
     asked = Config(checkpoint=CheckpointConfig(init_from=str(folder)), precision=PrecisionConfig("fp32"))

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import hf
 from tests.support.gates import hold
@@ -17,7 +18,7 @@ from tests.support.training import assert_same_curve, farthest_apart, metrics, t
 # become a whole update. An ε far above that rounding bounds it.
 RUN = (
     "--precision fp32 --global-batch-size 4 --micro-batch-size 1 --seq-length 48 --lr 1e-3 --lr-decay-iters 20 "
-    "--lr-warmup-iters 0 --no-tensorboard --set optimizer.adam_eps=1e-5"
+    "--lr-warmup-iters 0 --no-tensorboard --set optimizer.adam_eps=1e-4"
 ).split()
 HALF, WHOLE = "--train-iters 2".split(), "--train-iters 4".split()
 
@@ -25,6 +26,7 @@ HALF, WHOLE = "--train-iters 2".split(), "--train-iters 4".split()
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SINGLE)
 def test_a_run_goes_on_at_its_layout_and_at_another(pools: Pools, tmp_path: Path, family: str) -> None:
+    torch.manual_seed(2)  # else the weights depend on the tests before
     folder = hf.save(FAMILIES[family][0](), tmp_path / "hf")
     argv = [*RUN, "--init-from", str(folder), "--image-sizes", square(family)]
     four, two = "--tp 2 --pp 2".split(), "--pp 2 --vpp 2".split()
