@@ -193,8 +193,10 @@ class Embedding(LayerKind):
         return LayerCost(vocabulary(model) * model.language.hidden_size, 0.0)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
-        work = scenario.work
-        return stream_bytes(Stream.FEATURES, scenario) + (work.tokens + work.features + work.sounds) * 8
+        work, language = scenario.work, scenario.model.language
+        normed = work.tokens / scenario.sequence_shards * language.embedding_norm
+        norm = norm_bytes(scenario, normed, language.hidden_size, "RMSNorm")
+        return stream_bytes(Stream.FEATURES, scenario) + (work.tokens + work.features + work.sounds) * 8 + norm
 
     def communication(self, scenario: Scenario) -> Communication:
         text = stream_bytes(Stream.TEXT, scenario)

@@ -84,7 +84,8 @@ class SoftmaxAttention(Mixer):
     def others(self, language: LanguageConfig, tp: int) -> int:
         split = language_split(language, tp)
         biases = split.local_rows * language.add_qkv_bias + language.hidden_size * language.add_proj_bias
-        return biases + 2 * split.width * language.qk_norm + split.local_heads * language.attention_sinks
+        norms = 2 * split.width * (language.qk_norm and language.qk_norm_weights)
+        return biases + norms + split.local_heads * language.attention_sinks
 
     def model_weights(self, language: LanguageConfig) -> int:
         return self.weights(language, 1)

@@ -205,9 +205,7 @@ class DataConfig:
     image_sizes: tuple[Count, ...] = of_synthetic(
         (), "Synthetic: image sides in pixels; images cycle through the list. Default: model.vision.image_size."
     )
-    imageless_share: float = of_synthetic(
-        0.0, "Synthetic: share of samples without images.", flag=KEY_ONLY, valid=FRACTION
-    )
+    imageless_share: float = of_synthetic(0.0, "Synthetic: share without images.", flag=KEY_ONLY, valid=FRACTION)
     imageless_samples: tuple[Natural, ...] = of_synthetic(
         (),
         "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index.",

@@ -58,9 +58,9 @@ class ProjectorConfig:
 
     kind: str = option(
         "mlp",
-        "Type of the projector: one linear layer, an MLP (linear, GELU, linear), swiglu (a SwiGLU MLP: Cohere), gated "
-        "(a linear layer, norm and GELU, then a SwiGLU MLP: GLM-4.1V), or a connector with options of its own "
-        "(docs/models.md).",
+        "Type of the projector: one linear layer, an MLP (linear, GELU, linear), deep_mlp (linear and GELU, then an "
+        "MLP: Muse-Glimmer), swiglu (a SwiGLU MLP: Cohere), gated (a linear layer, norm and GELU, then a SwiGLU MLP: "
+        "GLM-4.1V), or a connector with options of its own (docs/models.md).",
         flag="--projector-kind",
         point="connectors",
     )
@@ -80,7 +80,7 @@ class ProjectorConfig:
         None, "Channels of a feature after model.projector.merge convolution; default: those of a patch."
     )
     merge_bias: bool = option(False, "Add a bias to model.projector.merge convolution (GLM-4.1V).")
-    input_norm: bool = option(False, "Add a norm before the projector (InternVL).")
+    input_norm: bool = option(False, "Norm before the projector (InternVL).")
     norm_before_merge: bool = option(
         False,
         "Apply the norm layer of model.projector.input_norm to single patches (Mistral 3); off: to merged features.",

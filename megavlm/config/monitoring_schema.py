@@ -51,7 +51,7 @@ class EvaluationConfig:
     sample_count: Count = key_only(
         8, "Number of validation samples to answer, from each data set in turn.", needs=ANSWERS
     )
-    sample_max_new_tokens: Count = key_only(128, "Maximum number of tokens of an answer.", needs=ANSWERS)
+    sample_max_new_tokens: Count = key_only(128, "Most tokens of an answer.", needs=ANSWERS)
 
 
 PROFILE = Needs(lambda config: config.logging.profile, "without a profile", "add --profile")

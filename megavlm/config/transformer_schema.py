@@ -18,6 +18,16 @@ GLOBAL_LAYERS = Needs(
     "without layers with a sliding window",
     "set model.language.window_size and model.language.full_attention_layers",
 )
+QK_NORM = Needs(
+    lambda config: config.model.language.qk_norm,
+    "without norms of queries and keys",
+    "add --set model.language.qk_norm=true",
+)
+POST_NORMS = Needs(
+    lambda config: config.model.language.post_norms,
+    "without norms of outputs",
+    "add --set model.language.post_norms=true",
+)
 
 
 @dataclass(frozen=True)
@@ -41,14 +51,7 @@ class LanguageConfig:
     keys_as_values: bool = option(
         False,
         "Use keys, before norm and rotation, as values in layers without a window (Gemma 4).",
-        needs=(
-            GLOBAL_LAYERS,
-            Needs(
-                lambda config: config.model.language.qk_norm,
-                "without norms of queries and keys",
-                "add --set model.language.qk_norm=true",
-            ),
-        ),
+        needs=(GLOBAL_LAYERS, QK_NORM),
     )
     vocab_size: Count = option(
         None, "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results."
@@ -110,26 +113,33 @@ class LanguageConfig:
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
     add_proj_bias: bool = option(False, "Add a bias to attention's output.")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head.")
+    qk_norm_weights: bool = option(True, "Give these norms weights.", needs=QK_NORM)
     value_norm: bool = option(False, "Normalize values (RMSNorm, no weights).")
     layer_scalar: bool = option(False, "Scale layer outputs by fixed numbers.")
     post_norms: bool = option(
         False,
         "Apply a norm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
     )
+    post_norm_epsilon: Positive | None = option(None, "Their epsilon; default: norm_epsilon.", needs=POST_NORMS)
     input_norms: bool = option(
         True,
         "Apply a norm to the input of attention and of the MLP; off: only to their outputs (EXAONE 4).",
-        needs=Needs(
-            lambda config: config.model.language.post_norms,
-            "without norms of outputs",
-            "add --set model.language.post_norms=true",
-        ),
+        needs=POST_NORMS,
     )
     parallel_block: bool = option(
         False, "Apply attention and MLP in parallel to one normed input (Cohere); off: in sequence, each after a norm."
     )
     apply_layernorm_1p: bool = option(
         False, "Multiply by 1 + weight in the language model's norm layers, instead of by the weight (Gemma)."
+    )
+    final_norm_1p: bool = option(
+        True,
+        "Do so in the last norm, too.",
+        needs=Needs(
+            lambda config: config.model.language.apply_layernorm_1p,
+            "without such norm layers",
+            "add --set model.language.apply_layernorm_1p=true",
+        ),
     )
     activation: Literal["swiglu", "geglu", "clamped_swiglu"] = option(
         "swiglu",
@@ -143,6 +153,7 @@ class LanguageConfig:
     embedding_scale: Positive = option(
         1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size)."
     )
+    embedding_norm: bool = option(False, "RMSNorm of embeddings and features.")
     window_size: Count | None = option(
         None,
         "Sliding window: each token attends to at most this many tokens, itself and those before it; default: to all "
@@ -150,8 +161,8 @@ class LanguageConfig:
     )
     full_attention_layers: tuple[Natural, ...] = option(
         (),
-        "Indices (from 0) of language layers that attend to all tokens despite model.language.window_size; default: no "
-        "layer.",
+        "Indices (from 0) of language layers that attend to all tokens despite model.language.window_size; default: "
+        "none.",
     )
     no_rope_layers: tuple[Natural, ...] = option(
         (), "Indices (from 0) of language layers without rotary positions (NoPE, EXAONE 4); default: no layer."
@@ -188,7 +199,7 @@ class LanguageConfig:
     linear_num_key_heads: Count = option(16, "Linear attention: query and key heads.")
     linear_num_value_heads: Count = option(32, "Linear attention: number of value heads, a multiple of the key heads.")
     linear_key_head_dim: Count = option(128, "Linear attention: width of a key head.")
-    linear_value_head_dim: Count = option(128, "Linear attention: width of a value head.")
+    linear_value_head_dim: Count = option(128, "Linear attention: value head width.")
     linear_conv_kernel_dim: Count = option(4, "Linear attention: width in tokens of its causal convolution.")
     mtp_layers: Natural = option(
         0,

@@ -63,11 +63,13 @@ class VisionConfig:
             "add --set model.vision.position_embedding=axes_rope2d",
         ),
     )
-    position_interpolation: Literal["bicubic", "bilinear", "bilinear_unaligned", "bucket", "fraction"] = option(
+    position_interpolation: Literal[
+        "bicubic", "bilinear", "bilinear_unaligned", "bilinear_zeros", "bucket", "fraction"
+    ] = option(
         "bicubic",
         "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned corners "
-        "(Qwen3-VL) or without (PaddleOCR-VL), or bucket, which takes the table entry that contains the patch "
-        "(SmolVLM); fraction does too, and rounds where a patch begins once less (MiniCPM-V).",
+        "(Qwen3-VL) or without (PaddleOCR-VL; with zeros around: Muse-Glimmer), or bucket, the table entry that "
+        "contains the patch (SmolVLM); fraction: the same, but its place is rounded once less (MiniCPM-V).",
     )
     rotary_base: Positive = option(10000.0, "Base of the 2-D rotary position embedding.")
     rotary_interleaved: bool = option(
@@ -93,8 +95,8 @@ class VisionConfig:
     layer_scale: bool = option(
         False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
     )
-    patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP: none).")
-    pre_norm: bool = option(False, "Add a norm layer after the patch embedding (CLIP).")
+    patch_bias: bool = option(True, "Bias of the patch embedding (CLIP: none).")
+    pre_norm: bool = option(False, "Add a norm after the patch embedding (CLIP).")
     norm_before_position: bool = option(
         False, "Apply the norm of model.vision.pre_norm before learned positions are added (GLM-4.1V); off: after."
     )

@@ -218,6 +218,8 @@ class Budgeted(Processor):
 
     most: int
     positions: int  # learned columns and rows of the tower
+    start: str = START
+    end: str = END
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(*self._resized((height, width)))
@@ -226,7 +228,7 @@ class Budgeted(Processor):
                 Reason.TOO_LARGE, f"{max(tile.grid)} patches a side, and the model has {self.positions} positions"
             )
         features = math.prod(tile.grid) // self.projector.pixel_shuffle**2
-        return Layout((height, width), (tile,), (0, 0), Prompt(self.image_token, (START, END), (features,)))
+        return Layout((height, width), (tile,), (0, 0), Prompt(self.image_token, (self.start, self.end), (features,)))
 
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
         return [self._resize(pixels, *self._resized((pixels.shape[0], pixels.shape[1])))]
@@ -264,8 +266,12 @@ class BudgetedFrames(VideoProcessor):
         return taken(clip, budget, first_of_parts)
 
     def frame_size(self, size: Size, frames: int, budget: Budget) -> Size:
-        most = self.most if budget.max_tokens is None else min(self.most, max(budget.max_tokens // frames, 1))
-        return budgeted(size, most, self.patch_size * self.projector.pixel_shuffle)
+        groups, tokens = self.groups(frames), budget.max_tokens
+        most = self.most if tokens is None else min(self.most, max(tokens // groups, 1))
+        return self._fitted(size, most, self.patch_size * self.projector.pixel_shuffle)
+
+    def _fitted(self, size: Size, most: int, unit: int) -> Size:
+        return budgeted(size, most, unit)
 
     def most_groups(self, tokens: int) -> int:
         return tokens // self.most

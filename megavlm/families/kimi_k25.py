@@ -46,7 +46,7 @@ def config(settings: Settings) -> ModelConfig:
     text, tower = settings.section("text_config"), settings.section("vision_config")
     text.require("model_type", "deepseek_v3", "kimi_k2", why="only DeepSeek-V3 is known here")
     text = Settings({**text.values, "model_type": "deepseek_v3"}, text.where)
-    vision = _vision(Settings({_TOWER.get(name, name): value for name, value in tower.values.items()}, tower.where))
+    vision = moonvit(Settings({_TOWER.get(name, name): value for name, value in tower.values.items()}, tower.where))
     for section, name in ((settings, "projection_hidden_size"), (tower, "mm_hidden_size")):
         section.require(name, vision.hidden_size, why=f"the projector reads the tower's {vision.hidden_size}")
     tower.require("projector_hidden_act", "gelu", why="only GELU projectors are known here")
@@ -68,7 +68,7 @@ def config(settings: Settings) -> ModelConfig:
     )
 
 
-def _vision(tower: Settings) -> VisionConfig:
+def moonvit(tower: Settings) -> VisionConfig:
     """Return the vision tower of a Kimi_K25VisionConfig."""
     side = tower.get("pos_emb_height", 64)
     if tower.get("pos_emb_width", 64) != side:

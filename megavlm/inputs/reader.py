@@ -46,7 +46,7 @@ OPTIONS: dict[str, Expected] = {
     "max_image_size": _SIZE,
     "merge_size": whole(1, 64),
     "pooling_kernel_size": whole(1, 64),
-    "max_soft_tokens": whole(1, 2**14),
+    **dict.fromkeys(("max_soft_tokens", "max_image_tokens", "max_video_frame_tokens"), whole(1, 2**14)),
     "temporal_patch_size": whole(1, 64),
     "fps": _FPS,
     "num_frames": _FRAMES,

@@ -90,9 +90,8 @@ class Projector(ConnectorModule):
             norm_epsilon = self.projector.norm_epsilon
         if norm_epsilon is not None:
             normed = model.vision.hidden_size if self.projector.norm_before_merge else inputs
-            self.norm = Norm(layer_config, normed, norm_epsilon)
-            if self.projector.normalization == "UnitRMSNorm":
-                self.norm = nn.RMSNorm(normed, norm_epsilon, elementwise_affine=False)
+            weighted = self.projector.normalization != "UnitRMSNorm"
+            self.norm = Norm(layer_config, normed, norm_epsilon, weighted=weighted)
         given = self.projector.merge == "standardized_average"
         self.register_buffer("std_scale", torch.ones(inputs, dtype=dtype) if given else None)
         self.register_buffer("std_bias", torch.zeros(inputs, dtype=dtype) if given else None)
@@ -105,11 +104,16 @@ class Projector(ConnectorModule):
         self.image_newline = nn.Parameter(torch.empty(outputs, dtype=dtype)) if tiled else None
         common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": self.tp_group}
         self.linear_in = self.linear_gate = self.linear_fc2 = None
+        self.inner_norm: nn.Module = nn.Identity()
+        if model.projector.kind == "deep_mlp":
+            self.linear_in = ColumnParallelLinear(inputs, hidden, bias=bias, gather_output=True, **common)
+            inputs = model.projector.hidden_size
         if model.projector.kind == "gated":
             self.linear_in = ColumnParallelLinear(inputs, gathered, bias=bias, gather_output=True, **common)
             self.inner_norm = Norm(layer_config, outputs, self.projector.norm_epsilon)
             self.linear_gate = ColumnParallelLinear(outputs, hidden, bias=bias, gather_output=False, **common)
             inputs = outputs
+        self.inner = inputs
         if model.projector.kind == "linear":
             self.linear_fc1 = ColumnParallelLinear(inputs, gathered, bias=bias, gather_output=True, **common)
         else:
@@ -137,16 +141,17 @@ class Projector(ConnectorModule):
 
     def _projected(self, features: Tensor) -> Tensor:
         """Return the features [F, 1, Hl] of merged patches [F, 1, inputs]."""
-        if self.linear_in is not None and self.linear_gate is not None:
+        if self.linear_in is not None:
             features, _ = self.linear_in(features)
-            features = F.gelu(self.inner_norm(features[..., : self.outputs]))
-            gate, _ = self.linear_gate(features)
+            features = F.gelu(self.inner_norm(features[..., : self.inner]))
         out, _ = self.linear_fc1(features)
         if self.linear_fc2 is None:
             return out[..., : self.outputs]
         if self.projector.kind == "swiglu":
             inner = ACTIVATIONS["swiglu"](out)
+        elif self.linear_gate is not None:
+            inner = F.silu(self.linear_gate(features)[0]) * out
         else:
-            inner = F.gelu(out) if self.linear_gate is None else F.silu(gate) * out
+            inner = F.gelu(out)
         out, _ = self.linear_fc2(inner)
         return out

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -118,8 +119,10 @@ def _build_embedding(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _build_language_norm(builder: LayerBuilder, name: str) -> nn.Module:
-    language = builder.config.model.language
-    return Norm(builder.language, language.hidden_size, language.norm_epsilon, bias=False)
+    language, layer_config = builder.config.model.language, builder.language
+    if not language.final_norm_1p:
+        layer_config = replace(layer_config, layernorm_zero_centered_gamma=False)
+    return Norm(layer_config, language.hidden_size, language.norm_epsilon, bias=False)
 
 
 def _build_prediction_input(builder: LayerBuilder, name: str) -> nn.Module:
@@ -235,7 +238,10 @@ def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
     else:
         assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"
         embedded = context.with_features_merged(part(text), features.values[:, 0])
-    context.states.extend([embedded] * (context.config.model.language.mtp_layers > 0))
+    language = context.config.model.language
+    if language.embedding_norm:
+        embedded = F.rms_norm(embedded, embedded.shape[-1:], eps=language.norm_epsilon)
+    context.states.extend([embedded] * (language.mtp_layers > 0))
     return embedded
 
 

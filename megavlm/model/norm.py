@@ -25,8 +25,10 @@ from torch import Tensor, nn
 class Norm(nn.Module):
     """A norm over the last dimension, by default of the kind that the config names: [..., hidden_size] → same shape.
 
-    A LayerNorm has a bias unless `bias` is False.
+    A LayerNorm has a bias unless `bias` is False; an RMS norm has no weights if `weighted` is False.
     """
+
+    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -36,13 +38,14 @@ class Norm(nn.Module):
         *,
         normalization: str | None = None,
         bias: bool = True,
+        weighted: bool = True,
         **_: Any,
     ) -> None:
         super().__init__()
         self.eps = eps
         self.offset = int(config.layernorm_zero_centered_gamma)
         self.shape = (hidden_size,)
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)) if weighted else None
         self.bias = None
         self.centres = (normalization or config.normalization) == "LayerNorm"
         if self.centres and bias:
@@ -51,6 +54,8 @@ class Norm(nn.Module):
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            return F.rms_norm(x, self.shape, eps=self.eps)
         if self.centres:
             weight = self.offset + self.weight if self.offset else self.weight
             return F.layer_norm(x, self.shape, weight, self.bias, self.eps)

@@ -50,6 +50,7 @@ from megavlm.model.packing import WIDEST
 from megavlm.parallel.groups import Groups
 
 HEAD_NORM = ModuleSpec(module=Norm, params={"normalization": "RMSNorm"})  # of each query or key head (Qwen3)
+UNIT_HEAD_NORM = ModuleSpec(module=Norm, params={"weighted": False})  # the same without weights
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -267,12 +268,15 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     modules = replace(modules, core_attention=_discarding_padding(core, split, groups.tp.rank()))
     branch: Any = get_bias_dropout_add
     if language.post_norms:
-        branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})
+        epsilon = language.post_norm_epsilon or language.norm_epsilon
+        normed = replace(layer_config, layernorm_epsilon=epsilon)
+        branch = ModuleSpec(module=PostNorm, params={"config": normed, "norm": modules.post_norm})
+    head_norm = HEAD_NORM if language.qk_norm_weights else UNIT_HEAD_NORM
     submodules = layer_submodules(
         modules,
         AttnMaskType.causal,
         split=split,
-        qk_norm=HEAD_NORM if language.qk_norm else None,
+        qk_norm=head_norm if language.qk_norm else None,
         value_norm=language.norm_epsilon if language.value_norm else None,
         branch=branch,
         qkv_bias=language.add_qkv_bias,

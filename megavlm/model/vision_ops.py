@@ -98,9 +98,17 @@ def resized_table(table: Tensor, side: int, grid: Grid, mode: str) -> Tensor:
     if grid == (side, side):
         return table
     places = table.view(1, side, side, -1).permute(0, 3, 1, 2).float()
-    method, aligned = mode.removesuffix("_unaligned"), mode == "bilinear"
-    resized = F.interpolate(places, size=grid, mode=method, align_corners=aligned).to(table.dtype)
-    return resized.permute(0, 2, 3, 1).flatten(0, 2)
+    resized = F.interpolate(places, size=grid, mode=mode.partition("_")[0], align_corners=mode == "bilinear")
+    if mode == "bilinear_zeros":  # beyond the centres of the outer places, F.interpolate repeats them
+        rows, columns = (_share_inside(length, side, device=table.device) for length in grid)
+        resized = resized * rows[:, None] * columns
+    return resized.to(table.dtype).permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _share_inside(length: int, side: int, *, device: torch.device) -> Tensor:
+    """Return the share of each of `length` places that a table of `side` places has, where zeros are around it."""
+    centres = (torch.arange(length, device=device) + 0.5) * (side / length) - 0.5
+    return 1 - (-centres).clamp(min=0) - (centres - (side - 1)).clamp(min=0)
 
 
 def unpad_and_concat(

@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megavlm.arch.layers import part_of, tower_of
+from megavlm.arch.layers import LANGUAGE_NORM, MTP_NORM, part_of, tower_of
 from megavlm.arch.tensor_split import vision_split
 from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ModelConfig
@@ -132,6 +132,8 @@ def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | 
 def _is_added_to_one(key: str, model: ModelConfig) -> bool:
     """Return whether a norm multiplies by 1 + weight."""
     if part_of(key) == "vision" or key.endswith(".out_norm.weight"):
+        return False
+    if key.startswith((LANGUAGE_NORM, MTP_NORM)) and not model.language.final_norm_1p:
         return False
     return (model.language if part_of(key) == "language" else model.projector).apply_layernorm_1p
 

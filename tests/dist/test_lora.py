@@ -26,7 +26,7 @@ from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS
 from tests.support.gates import hold
 from tests.support.harness import difference
-from tests.support.peft_blocks import trained_entries
+from tests.support.peft_blocks import trained_entries, with_one_a
 from tests.support.pool import Pools
 from tests.support.tiny_models import FAMILIES, MIXTURES, SINGLE, scaled, square, tiny
 from tests.support.training import SMALL, assert_same_curve, metrics, train, train_composed
@@ -178,7 +178,7 @@ def load(folder: Path) -> Any:
 
 
 def peft_model(folder: Path, adapters: Path, *, trainable: bool) -> Any:
-    return peft.PeftModel.from_pretrained(load(folder), adapters, is_trainable=trainable)
+    return with_one_a(peft.PeftModel.from_pretrained(load(folder), adapters, is_trainable=trainable))
 
 
 def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:

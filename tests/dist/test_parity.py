@@ -97,6 +97,7 @@ FAST = [
     ("tp2-pp2", "paligemma", "loss-chunks"),
     ("tp4", "gemma4", ""),  # two ranks share a key head of layers without a window
     ("tp2-pp2", "cohere", "selective"),
+    ("tp2-pp2-vpp2", "muse", ""),
     ("pp2", "latents", "selective"),
     ("tp4", "sinks", "selective"),
     ("pp2-vpp2", "mtp", "cuts-mtp"),

@@ -285,6 +285,7 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
         "deepseek_vl": "deepseek",
         "paddleocr_vl": "ernie",
         "kimi": "kimi",
+        "muse": "muse",
         "cohere": "cohere",
     }
     folder = folders_of.get(name, "llama")
@@ -385,6 +386,16 @@ def test_thoughts_that_a_template_takes_apart_from_the_answer(folders: dict[str,
     (end,) = chat.thought_ends
     assert chat.tokenizer.decode([end]) == "</think>"
     assert format_of(CASES["qwen2"], folders).thought_ends == ()
+
+
+def test_answers_of_muse_begin_with_their_recipient(folders: dict[str, Path]) -> None:
+    """Its published template leaves the recipient to the model."""
+    prompt = Prompt("<|patch|>", ("<|image_start|>", "<|image_end|>"), (5,))
+    case = Case(TEMPLATES["muse"], "muse", prompt, "<|patch|>")
+    chat = format_of(case, folders)
+    encoded = encode(chat, case, LONG)
+    assert encoded.tokens.tolist() == reference(case, folders["muse"], LONG)
+    assert trained_texts(chat, encoded)[-1] == " to=user<|message|>7<|eot|>"
 
 
 def test_a_system_turn_that_a_template_takes_as_a_text(folders: dict[str, Path]) -> None:

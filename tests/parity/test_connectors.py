@@ -302,6 +302,7 @@ EVEN_GRIDS = ((8, 8), (8, 8), (8, 4))
 CONNECTORS = {
     "mlp": "",
     "gated": "--projector-kind gated",
+    "deep_mlp": "--projector-kind deep_mlp --set model.projector.hidden_size=30",
     "swiglu": "--projector-kind swiglu",
     "pooled": " ".join(POOLED),
     "qformer": MODELS["qformer"],
@@ -309,7 +310,7 @@ CONNECTORS = {
     "adaptive_pool": "--projector-kind adaptive_pool --set model.projector.connectors.adaptive_pool.side=3",
     "c_abstractor": MODELS["c-abstractor"],
 }
-MLPS = ("mlp", "gated", "swiglu")
+MLPS = ("mlp", "deep_mlp", "gated", "swiglu")
 
 
 def config_of(name: str) -> Config:

@@ -86,7 +86,7 @@ def test_a_record_gives_the_logits_that_transformers_gives(name, sizes, single, 
 LENGTH = 256
 # (frames, frames per second) of clips of which frames are taken; nothing is decoded.
 LENGTHS = ((33, 12.0), (7, 10.0), (90, 29.97), (1000, 30.0), (2400, 23.976), (9001, 59.94), (7200, 23.976))
-PAIRED = ("qwen", "cosmos", "glm", "exaone")  # two frames to a patch
+PAIRED = ("qwen", "cosmos", "glm", "exaone", "muse")  # two frames to a patch
 UNBOUND = ("onevision", "internvl", "glm")  # Transformers takes as many frames as the rate asks for
 MESSAGES: list[Any] = [
     {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What happens?"}]},
@@ -108,6 +108,7 @@ class Way:
 
 QWEN2 = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14}
 QWEN3 = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 16}
+MUSE = {"video_processor_type": "MuseGlimmerVideoProcessor", "patch_size": 14}
 GLM = {"video_processor_type": "Glm4vVideoProcessor", "patch_size": 14}
 WAYS = {
     **dict.fromkeys(
@@ -117,6 +118,7 @@ WAYS = {
     # 11 frames, of which the last fills the last pair; bounds are of all frames together
     "qwen3-vl": Way({**QWEN3, "size": {"shortest_edge": 4096, "longest_edge": 100_000}}, ((4, 6),) * 6),
     "glm4v": Way({**GLM, "size": {"shortest_edge": 4096, "longest_edge": 100_000}}, ((4, 6),) * 6),
+    "muse": Way({**MUSE, "max_video_frame_tokens": 20}, ((6, 8),) * 5),
     # 28 pixels are patches, and two are none
     "onevision": Way(
         {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": 30, "width": 30}}, ((2, 2),) * 11
@@ -230,8 +232,11 @@ def test_pairs_of_frames_have_the_pixels_and_positions_of_transformers(name: str
     assert inputs["video_grid_thw"].tolist() == [[len(WAYS[name].grids), *WAYS[name].grids[0]]]
     (rows, columns), groups = WAYS[name].grids[0], len(WAYS[name].grids)
     blocks = ours.batch.images.patches.view(groups, rows // 2, 2, columns // 2, 2, -1).transpose(2, 3)
-    torch.testing.assert_close(blocks.flatten(0, 4), inputs["pixel_values_videos"], rtol=1e-5, atol=2e-6)
-    if name.startswith("exaone"):
+    patches = blocks.flatten(0, 4)
+    if name == "muse":  # row by row, frame by frame
+        patches = ours.batch.images.patches.unflatten(1, (3, 2, -1)).transpose(1, 2).flatten(1)
+    torch.testing.assert_close(patches, inputs["pixel_values_videos"], rtol=1e-5, atol=2e-6)
+    if name.startswith(("exaone", "muse")):
         assert ours.batch.text.positions.tolist() == [[*range(LENGTH)]], "a position for each token"
         return
     kinds = ("mm_token_type_ids", "video_grid_thw", "second_per_grid_ts")

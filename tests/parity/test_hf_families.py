@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
         f"{name}-videos": (partial(tiny, name), images_of(name, VIDEOS))
         for name in (
             *("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "cosmos3"),
-            *("exaone4.5", "minicpmv-4.6", "minicpmv-4.7", "gemma4", "gemma4-unified", "omni3-moe"),
+            *("exaone4.5", "minicpmv-4.6", "minicpmv-4.7", "gemma4", "gemma4-unified", "omni3-moe", "muse-glimmer"),
         )
     },
     # Without the merger inside the tower: a feature has 8 × 8 pixels.

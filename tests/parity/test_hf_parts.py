@@ -57,7 +57,7 @@ from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import resolved
 from tests.support.gates import hold
 from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, difference, random_image
-from tests.support.peft_blocks import trained_entries
+from tests.support.peft_blocks import trained_entries, with_one_a
 from tests.support.predictors import losses_of, with_predictor
 from tests.support.tiny_models import FAMILIES, SINGLE, TEXT, TOWER, VIDEOS, images_of, tiny
 from tests.support.whole_models import whole_folder
@@ -250,7 +250,7 @@ def test_gradients_are_pefts(family, dropout, single, tmp_path, monkeypatch):
     adapted = sum(len(adapters.pairs) for key, adapters in held.items() if key.startswith("language."))
     assert adapted == sum(name.startswith("language.") for name in all_names(config))
     write_adapters(*peft_adapters(held, table, config.lora), tmp_path / "adapters")
-    theirs: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True).train()
+    theirs = with_one_a(peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True)).train()
 
     given = hf.batch_of(config, images)
     loss, _ = hf.loss_of(theirs, pretrained, given, config)
@@ -272,6 +272,8 @@ def test_gradients_are_pefts(family, dropout, single, tmp_path, monkeypatch):
         for weight, pair in adapters.by_hf_name(table[key]).items():
             for letter, ours in zip("AB", pair, strict=True):
                 name = f"{PREFIX}{weight.removesuffix('.weight')}.lora_{letter}.default.weight"
+                if name.endswith(".self_attn.gate_proj.lora_A.default.weight"):  # which is that of queries
+                    continue
                 wanted = expected.pop(name)
                 wanted = wanted * trained_entries(name, wanted, config) if letter == "B" else wanted
                 assert wanted.abs().max() > 1e-7, f"{name} has no gradient to compare"

@@ -106,6 +106,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qianfan_ocr", {"vision_config": {"use_qk_norm": True}}, "use_qk_norm"),
     ("glm_ocr", {"vision_config": {"attention_bias": False}}, "attention_bias"),
     ("kimi_k25", {"vision_config": {"pos_emb_width": 32}}, "pos_emb_width = 32 is not supported"),
+    ("muse_glimmer", {"vision_config": {"pos_emb_width": 16}}, "pos_emb_width = 16 is not supported"),
+    ("muse_glimmer", {"vision_config": {"layer_norm_eps": 1e-6}}, "layer_norm_eps = 1e-06 is not supported"),
+    ("muse_glimmer", {"out_hidden_size": 1536}, "out_hidden_size = 1536 is not supported: the projector reads 2×2"),
+    ("muse_glimmer", {"text_config": {"sliding_window": None}}, "sliding_window = None is not supported"),
+    ("muse_glimmer", {"text_config": {"layer_rope_theta": [0]}}, "layer_rope_theta = [0] is not supported"),
     (
         *("qwen3_omni_moe", {"vision_config": {"out_hidden_size": 2048}, "audio_config": {"n_window": 60}}),
         "n_window = 60 is not supported",

@@ -1,6 +1,8 @@
-"""Which entries of PEFT's B are trained here."""
+"""Which entries of PEFT's B are trained here, and which of its A are one."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,3 +25,12 @@ def trained_entries(name: str, b: Tensor, config: Config) -> Tensor:
         heads = [vision.num_attention_heads, vision.num_query_groups, vision.num_query_groups]
     rows = b.shape[0] // sum(heads)
     return torch.block_diag(*[torch.ones(rows * count, rank) for count in heads])
+
+
+def with_one_a(theirs: Any) -> Any:
+    """Return the PEFT model, in which queries and a gate of attention's output share their A, as they do here."""
+    for module in theirs.modules():
+        gate = getattr(module, "gate_proj", None)
+        if hasattr(module, "q_proj") and hasattr(gate, "lora_A"):
+            gate.lora_A = module.q_proj.lora_A
+    return theirs

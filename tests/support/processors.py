@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
 import sys
@@ -124,7 +125,7 @@ def functions_of(file: str) -> dict[str, Any]:
     """Return the functions of a module of Transformers that asks for torchvision."""
     tree = ast.parse((Path(transformers.__file__).with_name("models") / file).read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    found: dict[str, Any] = {"np": np, "math": math, "lru_cache": lru_cache, "torch": torch}
+    found: dict[str, Any] = {"np": np, "math": math, "lru_cache": lru_cache, "torch": torch, "itertools": itertools}
     exec(compile(tree, file, "exec"), found)
     return found
 
@@ -177,6 +178,40 @@ class Kimi_K25ImageProcessorPil(PaddleOCRVLImageProcessorPil):
         return {**super().to_dict(), "max_patches": self.max_patches}
 
 
+class MuseGlimmerImageProcessorPil(PaddleOCRVLImageProcessorPil):
+    """Muse-Glimmer's processor without torchvision: PaddleOCR-VL's, with the sizes of its own function, and patches of
+    two equal frames.
+    """
+
+    image_mean = image_std = (0.5, 0.5, 0.5)
+    resample, temporal_patch_size, max_image_tokens = Image.Resampling.LANCZOS, 2, 60
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size to which a picture is resized."""
+        found = functions_of("muse_glimmer/image_processing_muse_glimmer.py")["smart_resize"]
+        sides: tuple[int, int] = found(height, width, self.patch_size * self.merge_size, self.max_image_tokens)
+        return sides
+
+    def get_number_of_image_patches(self, height: int, width: int) -> int:
+        return math.prod(self.resized(height, width)) // self.patch_size**2
+
+    def resize(self, image: Any, size: Any, resample: Any, factor: int, **options: Any) -> Any:
+        height, width = self.resized(*image.shape[-2:])
+        return PilBackend.resize(self, image, SizeDict(height=height, width=width), resample)
+
+    def patchify(self, image: Any, *, temporal_patch_size: int, **sizes: Any) -> Any:
+        patches, rows, columns = super().patchify(image, temporal_patch_size=1, **sizes)
+        return np.concatenate([patches] * temporal_patch_size, axis=1).reshape(len(patches), -1), rows, columns
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "max_image_tokens": self.max_image_tokens}
+
+
+MUSE = {
+    **{"image_token": "<|patch|>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"},
+    **{"video_token": "<|video|>", "video_start_token": "<|vid_start|>", "video_end_token": "<|vid_end|>"},
+    "video_sep_token": "<|vid_frame_separator|>",
+}
 AYA = {
     **{"image_token": "<image>", "start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"},
     **{"img_patch_token": "<|IMG_PATCH|>", "tile_token": "TILE", "tile_global_token": "TILE_GLOBAL"},
@@ -365,6 +400,14 @@ CASES = {
         "kimi",
         {"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"},
         model_of(14, merge=2),
+    ),
+    "muse": Whole(
+        transformers.MuseGlimmerProcessor,
+        MuseGlimmerImageProcessorPil(),
+        TEMPLATES["muse"],
+        "muse",
+        MUSE,
+        model_of(14, merge=2, frames=2),
     ),
     "mistral3": Whole(
         pixtral_processor(),

@@ -96,6 +96,13 @@ EXAONE = {
     **{"rope_parameters": LLAMA3_ROPE, "sliding_window": 5},
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }
+# A layer with a window and rotary positions, one without both, one with a window alone.
+MUSE = {
+    **{**TEXT, "num_hidden_layers": 3, "head_dim": 10, "sliding_window": 5, "layer_rope_theta": [100.0, 0, 0]},
+    **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rms_norm_eps": 1e-4},
+    **{"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "post_norm_eps": 1e-2},
+    **{"qk_scale_factor": 1.7, "output_multiplier": 0.4, "final_logit_softcapping": 1.5},
+}
 # Command R7B with a window in two of three layers; Command R, without.
 COHERE = {
     **{**TEXT, "model_type": "cohere", "num_hidden_layers": 3, "layer_norm_eps": 1e-3, "logit_scale": 0.3},
@@ -176,6 +183,8 @@ MOON_TOWER = {
     **{"hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 3, "patch_size": 4},
     **{"pos_emb_height": 6, "pos_emb_width": 6, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}},
 }
+# Positions of four by four patches, which are a window.
+MUSE_TOWER = {**MOON_TOWER, "num_hidden_layers": 3, "pos_emb_height": 4, "pos_emb_width": 4}
 GEMMA4_TOWER = {
     **{"hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 16},
     **{"num_key_value_heads": 3, "patch_size": 4, "position_embedding_size": 12, "standardize": True},
@@ -351,6 +360,12 @@ MODELS: dict[str, dict[str, Any]] = {
         EXAONE,
         **{"tie_word_embeddings": False, **MARKS},
     ),
+    "muse-glimmer": _of(
+        "muse_glimmer",
+        MUSE_TOWER,
+        MUSE,
+        **{"out_hidden_size": 192, "projector_hidden_size": 23, "tie_word_embeddings": False, **MARKS},
+    ),
     "glm-ocr": _of("glm_ocr", GLM_OCR_TOWER, GLM_OCR, **MARKS),
     "minicpmv-4.7": _of("minicpmv4_7", MINICPM_TOWER, MINICPM_TEXT, insert_layer_id=1, **CANVAS_MARKS, **TIED, **MARKS),
     "minicpmv-4.6": _of(
@@ -495,7 +510,7 @@ IMAGES: dict[str, Any] = {
     "omni": (*([[(17,), (24, 40), (8, 8)], [(4,), (12,)]], [[(9,)], []], [[], []], [[(24, 40)], [(18,), (5,)]]),),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
     **dict.fromkeys(
-        ("qwen", "cosmos3", "glm", "exaone", "paddleocr", "kimi"),
+        ("qwen", "cosmos3", "glm", "exaone", "paddleocr", "kimi", "muse"),
         ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []]),
     ),
 }
@@ -505,7 +520,7 @@ VIDEOS: dict[str, Any] = {
     "omni3": ([[(117,), (3, 16, 16)], []], [[(2, 8, 8), (8, 8)], [(4, 16, 24)]], [[], [(8, 16)]]),
     "minicpmv": ([[(2, 32, 16), (16, 16)], [(32, 48)]], [[], [(1, 16, 32), (2, 16, 16)]]),
     **dict.fromkeys(
-        ("qwen", "cosmos3", "exaone"),
+        ("qwen", "cosmos3", "exaone", "muse"),
         ([[(4, 24, 40), (8, 8)], [(3, 16, 32)]], [[(16, 16)], []], [[(16, 16)], [(2, 8, 8), (2, 8, 8)]]),
     ),
     "gemma4": ([[(2, 24, 36), (36, 12)], [(3, 12, 24)]], [[(12, 12)], []]),
@@ -528,7 +543,7 @@ def _at_layouts(name: str) -> Any:
         return images_of(model, VIDEOS)[:2]
     if name != model:
         return (*images_of(model, VIDEOS), images[1])
-    if name.startswith(("qwen", "cosmos3", "glm", "exaone", "paddleocr", "kimi")):
+    if name.startswith(("qwen", "cosmos3", "glm", "exaone", "paddleocr", "kimi", "muse")):
         return (*images, [[], [(16, 8)]])
     if name.startswith("minicpmv"):
         return (*images, [[], [(16, 32)]])

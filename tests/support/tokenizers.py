@@ -38,6 +38,8 @@ SPECIALS = {
     "<|IMG_LINE_BREAK|>",
     "kimi": "[PAD] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|media_begin|> "
     "<|media_content|> <|media_pad|> <|media_end|> <|kimi_k25_video_placeholder|> <think> </think> <image>",
+    "muse": "<|begin_of_text|> <|eot|> <|start|> <|message|> <|image_start|> <|image_end|> <|patch|> <|vid_start|> "
+    "<|vid_end|> <|vid_frame_separator|> <|video|> <image>",
     "smol": "<|im_start|> <end_of_utterance> <fake_token_around_image> <global-img> <image> <row_1_col_1>",
 }
 MARKS = {
@@ -53,6 +55,7 @@ MARKS = {
     "deepseek": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
     "ernie": {"eos_token": "</s>"},
     "kimi": {"eos_token": "<|im_end|>", "pad_token": "[PAD]"},
+    "muse": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"},
     "cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>"},
     "llama": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }

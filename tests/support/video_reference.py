@@ -61,6 +61,8 @@ def inputs_of(task: Task) -> dict[str, Any]:
 
     case = CASES[task.name]
     fixed = {"cap_pixels_per_frame": False} if task.name.startswith(("qwen", "exaone")) else {}
+    if task.name == "muse":  # whose processor reads it, and does not ask for it
+        fixed = {"return_metadata": True}
     videos = transformers.AutoVideoProcessor.from_pretrained(task.folder, **fixed)
     processor = getattr(transformers, task.kind, case.kind)(
         image_processor=case.image_processor,
@@ -69,7 +71,8 @@ def inputs_of(task: Task) -> dict[str, Any]:
         chat_template=case.template,
         **case.options,
     )
-    sample = partial(videos.sample_frames, **task.sampling)
+    pairs = {"temporal_patch_size": 2} if task.name == "muse" else {}
+    sample = partial(videos.sample_frames, **task.sampling, **pairs)
     frames, metadata = load_video(task.clip, backend="pyav", sample_indices_fn=sample)
     text = processor.apply_chat_template(task.messages, tokenize=False)
     made = processor(

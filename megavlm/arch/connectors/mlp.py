@@ -1,4 +1,4 @@
-"""The common projectors on merged patches: a linear layer, an MLP, a SwiGLU MLP, or a gated MLP."""
+"""The common projectors on merged patches: a linear layer, an MLP, a deep, a SwiGLU or a gated MLP."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megavlm.errors import UserError
 _LAYERS = {
     "linear": ("linear_fc1",),
     "mlp": ("linear_fc1", "linear_fc2"),
+    "deep_mlp": ("linear_in", "linear_fc1", "linear_fc2"),
     "swiglu": ("linear_fc1", "linear_fc2"),
     "gated": ("linear_in", "linear_gate", "linear_fc1", "linear_fc2"),
 }
@@ -70,11 +71,13 @@ class Mlp(Connector):
     def layers(self, model: ModelConfig, tp: int = 1) -> Mapping[str, tuple[int, int]]:
         """Return the rows and columns of each sharded linear layer on one of `tp` ranks."""
         inputs, outputs = projector_inputs(model), model.language.hidden_size
-        hidden, own_outputs = share_of(model.projector.hidden_size, tp), share_of(outputs, tp)
+        whole = model.projector.hidden_size
+        hidden, own_outputs = share_of(whole, tp), share_of(outputs, tp)
         last = {"linear_fc2": (outputs, hidden)}
         return {
             "linear": {"linear_fc1": (own_outputs, inputs)},
             "mlp": {"linear_fc1": (hidden, inputs), **last},
+            "deep_mlp": {"linear_in": (hidden, inputs), "linear_fc1": (hidden, whole), **last},
             "swiglu": {"linear_fc1": (2 * hidden, inputs), **last},  # gate over up
             "gated": {
                 "linear_in": (own_outputs, inputs),
@@ -109,14 +112,19 @@ class Mlp(Connector):
         convolved = patches * (projector.merge == "convolution")
         normed = (patches if projector.norm_before_merge else merged) * self.has_norm(model)
         widths = features * share_of(projector.hidden_size, scenario.dims.tp) * e
-        inner = {"linear": 0.0, "mlp": 2 * widths, "swiglu": 3 * widths, "gated": 4 * widths}[projector.kind]
+        inner = {"linear": 0.0, "swiglu": 3 * widths, "gated": 4 * widths}.get(projector.kind, 2 * widths)
         if projector.kind == "gated":  # inputs of the norm, of GELU and of the gated MLP
             inner += features * model.language.hidden_size * e * (2 + trained)
+        if projector.kind == "deep_mlp":  # inputs of the first GELU and of the MLP
+            inner += features * projector.hidden_size * e * (1 + trained)
         return (merged + convolved) * trained + normed + inner + scenario.work.patches * 8
 
     def communication(self, scenario: Scenario) -> Communication:
         patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.IMAGES))
-        more = (features,) * (scenario.model.projector.kind == "gated")
+        projector = scenario.model.projector
+        more = (features,) * (projector.kind == "gated")
+        if projector.kind == "deep_mlp":
+            more = (features * projector.hidden_size / scenario.model.language.hidden_size,)
         return Communication((patches,) * scenario.sequence_parallel + more, (features, features, *more))
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
@@ -148,7 +156,7 @@ class Mlp(Connector):
 
     def splits(self, model: ModelConfig) -> Mapping[str, Split]:
         outputs, hidden = model.language.hidden_size, model.projector.hidden_size
-        rows = {"linear_in": outputs, "linear_gate": hidden}
+        rows = {"linear_in": hidden if model.projector.kind == "deep_mlp" else outputs, "linear_gate": hidden}
         rows["linear_fc1"] = outputs if model.projector.kind == "linear" else hidden
         of_rows = {f"{name}.{leaf}": Split(0, size) for name, size in rows.items() for leaf in ("weight", "bias")}
         if model.projector.kind == "swiglu":
@@ -156,4 +164,4 @@ class Mlp(Connector):
         return of_rows | {"linear_fc2.weight": Split(1, hidden)}
 
 
-LINEAR, MLP, SWIGLU, GATED = Mlp("linear"), Mlp("mlp"), Mlp("swiglu"), Mlp("gated")
+LINEAR, MLP, DEEP_MLP, SWIGLU, GATED = map(Mlp, _LAYERS)

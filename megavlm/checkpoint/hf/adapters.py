@@ -68,9 +68,15 @@ class Adapters:
             ]
             (hf_name,) = rule.hf_names
             return {hf_name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
-        count = len(rule.hf_names)
-        order = QKV_LINEARS[:count] if isinstance(rule, QKV) else MLP_LINEARS if count == 2 else tuple(self.pairs)
-        found = {name: self.pairs[part] for part, name in zip(order, rule.hf_names, strict=True) if part in self.pairs}
+        count, pairs = len(rule.hf_names), dict(self.pairs)
+        order = MLP_LINEARS if count == 2 else tuple(pairs)
+        if isinstance(rule, QKV):
+            order = (*QKV_LINEARS[: count - rule.gated], *("gate",) * rule.gated)
+            if rule.gated and "q_proj" in pairs:  # queries and what gates their heads' outputs share A
+                a, b = pairs["q_proj"]
+                rows = b.unflatten(0, (-1, 2, rule.head_width)).unbind(1)
+                pairs["q_proj"], pairs["gate"] = ((a.clone(), each.flatten(0, 1)) for each in rows)
+        found = {name: pairs[part] for part, name in zip(order, rule.hf_names, strict=True) if part in pairs}
         if not isinstance(rule, QKV) or not rule.order:
             return found
         return {name: (a, _in_file(b, rule, name)) for name, (a, b) in found.items()}

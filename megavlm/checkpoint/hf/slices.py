@@ -101,7 +101,7 @@ def _rows(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
     if isinstance(rule, Interleaved):
         return _reversed(values.unflatten(-1, (-1, 2))).flatten(1, 2)
     if isinstance(rule, ChannelsLast):
-        return values.unflatten(1, (-1, rule.channels)).mT.flatten(1)
+        return values.unflatten(1, (-1, rule.channels, rule.each)).transpose(1, 2).flatten(1)
     values = values.reshape(-1, *real[1:])
     return values[pair.hf_rows] if rows == slice(None) else values
 
@@ -130,7 +130,7 @@ def pieces_of(rule: Rule, values: Tensor, start: int, shape: Shape) -> Iterator[
     for pair in row_pairs(rule.hf_rows(shape), start, start + len(values)):
         rows = values[pair.rows]
         if isinstance(rule, ChannelsLast):
-            rows = rows.unflatten(1, (rule.channels, -1)).mT.flatten(1)
+            rows = rows.unflatten(1, (rule.channels, -1, rule.each)).transpose(1, 2).flatten(1)
         if isinstance(rule, Transpose):
             rows = (rows.unflatten(0, (rule.columns, -1)) if rule.columns else rows).transpose(0, 1)
         if isinstance(rule, Interleaved):

@@ -280,7 +280,7 @@ def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
         f"{held}linear_qkv.{leaf}": QKV(f"{stored}{{}}_proj.{leaf}", groups, width, parts)
         for leaf in (("weight", "bias") if language.add_qkv_bias else ("weight",))
     }
-    if language.qk_norm:
+    if language.qk_norm and language.qk_norm_weights:
         table |= linear(f"{held}q_layernorm", f"{stored}q_norm", bias=False)
         table |= linear(f"{held}k_layernorm", f"{stored}k_norm", bias=False)
     if language.attention_sinks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
@@ -20,6 +20,9 @@ from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, has_only, require_model_value
 from megavlm.inputs.resize import Pixels, Size, smart_resize
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IMAGE = "<|image_pad|>"
 PREFIXES = (
@@ -132,25 +135,33 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
 
     Batches with videos also get position_ids, because the model would otherwise need the seconds between groups.
     """
-    import torch
-
-    tokens, grids = batch.text.tokens, batch.image_sizes.grids
-    if not grids:
+    tokens, vision = batch.text.tokens, model.vision
+    if not batch.image_sizes.grids:
         return {"input_ids": tokens}
-    kinds, kind_of_grid = feature_kinds(batch, model)
-    vision, side = model.vision, model.projector.pixel_shuffle
-    patches = in_blocks(batch, side).unflatten(1, (vision.in_channels, -1, vision.patch_size**2))
+    patches = in_blocks(batch, model.projector.pixel_shuffle)
+    patches = patches.unflatten(1, (vision.in_channels, -1, vision.patch_size**2))
     patches = patches.expand(-1, -1, vision.temporal_patch_size, -1).flatten(1)
-    counts = torch.tensor([rows * columns for rows, columns in grids], device=tokens.device)
-    kind_of_patch = kind_of_grid.repeat_interleave(counts)
-    given = {"input_ids": tokens, "mm_token_type_ids": kinds}
-    for kind, pixels, thw in ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "video_grid_thw")):
-        seen = [(1, *grid) for grid, its_kind in zip(grids, kind_of_grid.tolist(), strict=True) if its_kind == kind]
-        if seen:
-            given |= {pixels: patches[kind_of_patch == kind], thw: torch.tensor(seen, device=patches.device)}
+    given, kinds = of_kinds(batch, model, patches)
+    given |= {"input_ids": tokens, "mm_token_type_ids": kinds}
     if "video_grid_thw" in given:
         given["position_ids"] = batch.text.positions.expand(3, *tokens.shape)
     return given
+
+
+def of_kinds(batch: Batch, model: ModelConfig, patches: Tensor) -> tuple[Given, Tensor]:
+    """Return the patches and grids of images and of videos, apart, and the kind of each token (`feature_kinds`)."""
+    import torch
+
+    kinds, kind_of_grid = feature_kinds(batch, model)
+    grids, device = batch.image_sizes.grids, patches.device
+    counts = torch.tensor([rows * columns for rows, columns in grids], device=device)
+    kind_of_patch = kind_of_grid.repeat_interleave(counts)
+    given: Given = {}
+    for kind, pixels, thw in ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "video_grid_thw")):
+        seen = [(1, *grid) for grid, its_kind in zip(grids, kind_of_grid.tolist(), strict=True) if its_kind == kind]
+        if seen:
+            given |= {pixels: patches[kind_of_patch == kind], thw: torch.tensor(seen, device=device)}
+    return given, kinds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ _SETTINGS: dict[str, Expected] = {
         _WIDTH,
         "hidden_size intermediate_size out_hidden_size projection_dim embed_dim moe_intermediate_size "
         "shared_expert_intermediate_size alignment_intermediate_size kv_lora_rank q_lora_rank projection_hidden_size "
-        "mm_hidden_size d_model encoder_ffn_dim output_dim mm_embed_dim output_proj_dims",
+        "mm_hidden_size d_model encoder_ffn_dim output_dim mm_embed_dim output_proj_dims projector_hidden_size",
     ),
     **_each(
         _HEADS,
@@ -62,6 +62,7 @@ _SETTINGS: dict[str, Expected] = {
     "use_bidirectional_attention": FLAG | TEXT,
     **_each(whole(0, 2**14), "hidden_size_per_layer_input num_kv_shared_layers"),
     **_each(_EPSILON, "rms_norm_eps layer_norm_eps adapter_layer_norm_eps projection_layer_norm_eps projector_ln_eps"),
+    "post_norm_eps": _EPSILON,
     **_each(number(1e-3, 1e15), "rope_theta rope_local_base_freq"),
     **_each(OBJECT, "rope_scaling rope_parameters per_layer_config audio_config"),
     **_each(
@@ -79,7 +80,7 @@ _SETTINGS: dict[str, Expected] = {
     **_each(
         whole(1, 64),
         "num_channels in_channels spatial_merge_size scale_factor in_chans n_shared_experts linear_conv_kernel_dim "
-        "downsample_factor pooling_kernel_size",
+        "downsample_factor pooling_kernel_size merge_size patch_temporal",
     ),
     **_each(_SIDE, "window_size pos_emb_height pos_emb_width"),
     **_each(listed(_LAYER, 0, 2_000), "fullatt_block_indexes deepstack_visual_indexes mlp_only_layers"),
@@ -87,11 +88,12 @@ _SETTINGS: dict[str, Expected] = {
     "image_grid_pinpoints": listed(listed(_SIDE, 2, 2), 1, 1_024),
     "downsample_ratio": number(1 / 64, 1),
     **_each(number(1e-3, 1e9), "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"),
-    "logit_scale": number(1e-6, 1e6),
+    **_each(number(1e-6, 1e6), "logit_scale output_multiplier qk_scale_factor"),
     **_each(
         whole(1, 2_000), "sliding_window_pattern _sliding_window_pattern decoder_sparse_step full_attention_interval"
     ),
     "layer_types": listed(TEXT, 0, 2_000),
+    "layer_rope_theta": listed(number(0, 1e15), 0, 2_000),
     "mm_tokens_per_image": whole(1, 2**16),
     **_each(number(1e-3, 1e3), "mlp_ratio routed_scaling_factor"),
     **_each(_EXPERTS, "num_experts num_local_experts n_routed_experts"),

@@ -122,9 +122,13 @@ class Interleaved(_OneTensor):
 
 @dataclass(frozen=True)
 class ChannelsLast(_OneTensor):
-    """Rule for a patch embedding whose columns the file stores by pixel, then by channel; here it is the reverse."""
+    """Rule for a matrix whose columns the file stores by pixel, then by channel; here it is the reverse.
+
+    A pixel may be a frame of `each` columns.
+    """
 
     channels: int
+    each: int = 1
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
         return {self.hf_name: shape}
@@ -167,7 +171,8 @@ class QKV:
 
     With N query heads of width D in G groups: G · (N/G·D + D + D) rows; `parts` "qk" has no values. `order` says for
     each row of a query's or key's head which row of the head it is in the file; empty: the same. Rows of the parts
-    `missing` are zeros and in no file: softmax does not depend on a bias of keys.
+    `missing` are zeros and in no file: softmax does not depend on a bias of keys. `gated`: each query head is followed
+    by the rows of a head that gates its output, of a tensor of their own.
     """
 
     hf_pattern: str  # names with {} for q, k and v
@@ -176,10 +181,12 @@ class QKV:
     parts: str = "qkv"
     order: tuple[int, ...] = ()
     missing: str = ""
+    gated: bool = False
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        return tuple(self.hf_pattern.format(part) for part in self.parts if part not in self.missing)
+        gate = ("gate",) * self.gated
+        return tuple(self.hf_pattern.format(part) for part in (*self.parts, *gate) if part not in self.missing)
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
         width = self.head_width
@@ -187,7 +194,12 @@ class QKV:
         queries = shape[0] // self.groups - len(others) * width  # rows of one group's query heads
         rows = []
         for group in range(self.groups):
-            rows += self._of_heads(query, group * queries, queries)
+            if self.gated:
+                heads = range(group * queries // 2, (group + 1) * queries // 2, width)
+                gate = self.hf_pattern.format("gate")
+                rows += [HFRows(name, head, width) for head in heads for name in (query, gate)]
+            else:
+                rows += self._of_heads(query, group * queries, queries)
             rows += self._of_heads(others[0], group * width, width)
             rows += [HFRows(name, group * width, width) for name in others[1:]]
         return rows
