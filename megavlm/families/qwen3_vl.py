@@ -153,7 +153,7 @@ FAMILY = Family(
     image_processors=(PROCESSOR,),
     videos=VideoReader(
         ("Qwen3VL",),
-        ("qwen3_vl", "qwen3_vl_moe"),
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "cosmos3_omni"),
         {**HALF_PIXELS, "size": {"shortest_edge": 128 * 32**2, "longest_edge": 768 * 32**2}},
         Budget(),
         build_video,

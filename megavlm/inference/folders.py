@@ -52,7 +52,8 @@ class ModelFolder:
 
         Of the training's options, those without effect are left out. A checkpoint's weights have to be loaded apart.
         """
-        said = Config(data=replace(self.data, kind="files"), train=TrainConfig(seq_length=self.seq_length))
+        train = TrainConfig() if self.seq_length is None else TrainConfig(seq_length=self.seq_length)
+        said = Config(data=replace(self.data, kind="files"), train=train)
         if self.is_checkpoint:
             from megavlm.checkpoint.summary import model_of, read_summary
 
@@ -66,9 +67,9 @@ class ModelFolder:
             model = replace(saved.model, freeze=None, objective=kept)
             said = replace(said, model=model, lora=saved.lora)
         elif is_in_parts(self.folder):
-            places = {f"{part}_from": str(self.folder / part) for part in ALL_PARTS}
-            model = read_file_of_parts(self.folder, ModelConfig())
-            said = replace(said, model=model, checkpoint=CheckpointConfig(**places))
+            vision, projector, language = (str(self.folder / part) for part in ALL_PARTS)
+            begun = CheckpointConfig(vision_from=vision, projector_from=projector, language_from=language)
+            said = replace(said, model=read_file_of_parts(self.folder, ModelConfig()), checkpoint=begun)
         else:
             said = replace(said, checkpoint=CheckpointConfig(init_from=str(self.folder)))
         if not self.is_checkpoint and self._has_reward_head():

@@ -154,7 +154,7 @@ IN_PARTS = "--projector-kind qformer"
 @pytest.mark.parametrize(
     ("name", "shows", "world", "layout", "trained"),
     [
-        ("qwen3-vl", SEEN, 1, "", ""),
+        ("qwen3.5", SEEN, 1, "", ""),
         slow("qwen3-vl", SEEN, 4, "--tp 2 --pp 2 --vpp 2", LORA),
         slow("qwen2.5-vl", SEEN, 2, "--tp 2", ""),
         slow("internvl", SEEN, 2, "--pp 2", LORA),
