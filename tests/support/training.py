@@ -13,6 +13,8 @@ from statistics import fmean
 from typing import Any
 from unittest import mock
 
+from tests.support.gradients import assert_same_gradients, keep_gradients
+
 # Uneven on purpose: vision 3 layers, language 5, odd widths, images of none, one, two and two sizes.
 SMALL = (
     "--train-iters 4 --lr-decay-iters 20 --global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard "
@@ -59,6 +61,7 @@ WALL_TIME = {
         "mfu",
     ),
     *("peak_memory_gib", "stage_memory_gib", "energy_j"),
+    "gradients",  # a path
     *("phase_seconds", "slowest_rank", "slowest_rank_s", "slowest_rank_excess", "slowest_rank_phase", "slow"),
 }
 
@@ -104,7 +107,9 @@ def train(
     from megavlm.train.loop import fit
 
     with contextlib.redirect_stdout(printed or io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        fit(_built(argv, run_dir, prepare), explain=explain)
+        run = _built(argv, run_dir, prepare)
+        keep_gradients(run)
+        fit(run, explain=explain)
 
 
 @contextlib.contextmanager
@@ -130,8 +135,12 @@ def asking_to_stop() -> Iterator[Callable[[], None]]:
 
 
 def metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The run's metrics.jsonl."""
-    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    """The run's metrics.jsonl; `gradients` of its first steps are files of `keep_gradients`."""
+    records = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        if (path := Path(run_dir, "gradients", str(record["iteration"]))).exists():
+            record["gradients"] = path
+    return records
 
 
 def of_kind(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -144,7 +153,9 @@ def of_kind(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 def assert_same_curve(
     actual: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], *, tolerance: float = 1e-5
 ) -> None:
-    """Loss and gradient norm of every iteration agree within a relative tolerance; counts agree exactly."""
+    """Loss and gradient norm of every iteration agree within a relative tolerance, as does each parameter's gradient
+    in the first; counts agree exactly.
+    """
     assert [record["iteration"] for record in actual] == [record["iteration"] for record in expected]
     assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in actual)
     for name in ("tokens", "trained_tokens", "images", "image_tokens", "learning_rate"):
@@ -152,6 +163,9 @@ def assert_same_curve(
     off, where = farthest_apart(actual, expected)
     tolerance = 1e-2 if IN_BF16 else tolerance
     assert off <= tolerance, f"{where} is off by {off:.2e} (relative)"
+    for a, e in zip(actual, expected, strict=True):
+        if "gradients" in a and "gradients" in e:
+            assert_same_gradients(a["gradients"], e["gradients"], tolerance=tolerance)
 
 
 def farthest_apart(actual: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> tuple[float, str]:
