@@ -107,7 +107,8 @@ def half(side: int) -> int:
     return -(-side // 2)
 
 
-Grid = tuple[int, int]  # (rows, columns) of patches
+# (rows, columns) of patches; (rows, columns, frames) of a chunk of a video, whose frames attend to one another.
+Grid = tuple[int, ...]
 
 
 def _connector(projector: ProjectorConfig) -> Any:
@@ -115,7 +116,7 @@ def _connector(projector: ProjectorConfig) -> Any:
     return registered("connectors")[projector.kind]
 
 
-def grid_of(height: int, width: int, patch_size: int) -> Grid:
+def grid_of(height: int, width: int, patch_size: int) -> tuple[int, int]:
     """Return the grid of patches of an image, from its sides in pixels.
 
     Raises UserError when a side is not a positive multiple of the patch.
@@ -134,8 +135,11 @@ def smallest_grid(projector: ProjectorConfig) -> Grid:
 
 
 def tokens_per_grid(grid: Grid, projector: ProjectorConfig) -> int:
-    """Return the number of features of a grid of patches. Raises UserError if it has none."""
-    return _connector(projector).tokens_per_grid(grid, projector)
+    """Return the number of features of a grid of patches; those of a chunk are means over its frames.
+
+    Raises UserError if it has none.
+    """
+    return _connector(projector).tokens_per_grid(grid[:2], projector)
 
 
 def tokens_per_image(grids: Sequence[Grid], groups: Sequence[TileGroup], projector: ProjectorConfig) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +63,7 @@ def of_merged(work: Workload, vision: VisionConfig) -> Workload:
 
 def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
     """Return the workload of images with these grids of patches, without text."""
-    lengths = [rows * columns + model.vision.class_token for rows, columns in grids]
+    lengths = [math.prod(grid) + model.vision.class_token for grid in grids]
     window = window_patches(model)
     return Workload(
         patches=sum(lengths),
@@ -147,7 +148,7 @@ def sliding_squares(length: int, window: int | None) -> int:
     return 0 if window is None else length**2 - max(0, length - window) ** 2
 
 
-def window_squares(grid: tuple[int, int], side: int) -> int:
+def window_squares(grid: Grid, side: int) -> int:
     """Return Σ patches² over the windows of an image. A window has r·c patches, so the sum is Σr² · Σc²."""
 
     def squares(length: int) -> int:

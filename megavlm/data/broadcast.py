@@ -256,7 +256,7 @@ def _batch(fields: dict[str, Any], reader: _Reader, *, pixels: bool) -> MicroBat
         mels = reader.next(torch.float32, shape) if pixels else torch.empty(shape, device="meta")
         sounds = SoundBatch(tuple(frames), mels, positions, rows)
     sizes = ImageSizes(
-        grids=tuple((rows, columns) for rows, columns in fields["grids"]),
+        grids=tuple(map(tuple, fields["grids"])),
         tile_groups=tuple(TileGroup(tuple(grid), tuple(size), kind) for grid, size, kind in fields["tile_groups"]),
     )
     images = None

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from megavlm.data.source import Source
 
 
-# A run of features: (rows, columns) of a grid of patches, the time positions at which the grid occurs, and `pieces` and
-# `shares_marks` of a `Film`.
-Run = tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], bool]
+# A run of features: a grid of patches, the time positions at which the grid occurs, and `pieces` and `shares_marks` of
+# a `Film`.
+Run = tuple[Grid, tuple[int, ...], tuple[int, ...], bool]
 Crop = tuple[int, int, int, int]  # token range [start, end) of a picture's features, and their rows and columns
 
 

@@ -6,6 +6,7 @@ Plans and MFU use the same FLOP counts. Every rank computes the same result, so 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -54,7 +55,7 @@ class CostModel:
         text = (length, length * length, sliding_squares(length, self.model.language.window_size), length)
         return SampleCost(
             length=length,
-            patches=sum(rows * columns for rows, columns in grids),
+            patches=sum(map(math.prod, grids)),
             images=images,
             vision=sum(unit * getattr(work, field) for unit, field in zip(self.vision, OF_ENCODERS, strict=True)),
             language=sum(unit * count for unit, count in zip(self.language, text, strict=True)),
@@ -93,7 +94,7 @@ class ImageAssignment:
 
 
 @lru_cache(maxsize=4096)
-def encoder_flops(grids: tuple[tuple[int, int], ...], model: ModelConfig, *sounds: int) -> float:
+def encoder_flops(grids: tuple[Grid, ...], model: ModelConfig, *sounds: int) -> float:
     """Return the forward FLOPs of the encoders for one image of these grids of patches, and sounds of mel frames."""
     work = replace(image_workload(grids, model), **sound_work(sounds, model))
     return sum(layer_cost(name, model, work).forward_flops for name in encoder_names(model))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.arch.image_tokens import TileGroup
+from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.inputs.bad_sample import Skipped
 from megavlm.paths import FileRange
 from megavlm.storage.transfer import StoredFile
@@ -193,8 +193,7 @@ class StoredImage:
     """An image or a video whose header has been read, but not its pixels; or a sound of known length."""
 
     number: int  # index among the images, videos and sounds of its record
-    # (rows, columns) in patches of the image, of each of its tiles, or of each group of a video's frames
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[Grid, ...]  # of patches of the image, of each of its tiles, or of each group of a video's frames
     arrangement: tuple[int, int]  # (rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut
     film: Film | None = None  # of a video
     frames: int = 0  # mel frames of a sound, or of the sound of a video
@@ -270,7 +269,7 @@ class Sample:
         return tuple(found)
 
     @property
-    def grids(self) -> tuple[tuple[int, int], ...]:
+    def grids(self) -> tuple[Grid, ...]:
         return tuple(grid for image in self.images for grid in image.grids)
 
 

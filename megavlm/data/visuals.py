@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from PIL import Image, ImageEnhance
 from torch import Tensor
 
+from megavlm.arch.image_tokens import Grid
 from megavlm.config.schema import AudioConfig
 from megavlm.data import clips
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
@@ -162,7 +164,8 @@ class Visuals:
     def _film(self, video: VideoRef, wanted: StoredImage) -> Tensor:
         """Return the patches of a video; only one decoded frame at a time is in memory."""
         assert wanted.film is not None
-        numbers, frame = wanted.film.frames, partial(self._videos.frame, grid=wanted.grids[0])
+        rows, columns, *_ = wanted.grids[0]
+        numbers, frame = wanted.film.frames, partial(self._videos.frame, grid=(rows, columns))
         if isinstance(video.source, tuple):
             shown = [video.source[number].source for number in numbers]
             made = [frame(decode(image, max_pixels=self.max_pixels)) for image in shown]
@@ -243,12 +246,13 @@ def _frames(processor: Processor, video: Picture) -> list[Pixels]:
     assert video.film is not None
     span, patch = processor.video.frames_per_patch, processor.patch_size
     groups = video.patches().unflatten(1, (3, span, -1)).movedim(2, 0)  # [span, P, 3, p·p]
-    sizes = [rows * columns for rows, columns in video.grids]
+    grids = [(rows, columns) for rows, columns, *frames in video.grids for _ in range(math.prod(frames))]
+    sizes = [rows * columns for rows, columns in grids]
     by_frame = [group.flatten(1).split(sizes) for group in groups]
     tiles = len(sizes) // -(-len(video.film.frames) // span)  # of a frame, or of a pair of frames
     pictures = [
         unpatchified(by_frame[place][number], grid, patch=patch, mean=processor.video.mean, std=processor.video.std)
-        for number, grid in enumerate(video.grids)
+        for number, grid in enumerate(grids)
         if number % tiles == 0
         for place in range(span)
     ]
@@ -257,7 +261,7 @@ def _frames(processor: Processor, video: Picture) -> list[Pixels]:
 
 def unpatchified(
     patches: Tensor,
-    grid: tuple[int, int],
+    grid: Grid,
     *,
     patch: int,
     mean: tuple[float, ...],

@@ -135,4 +135,4 @@ def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
 
 
 def _grids(batch: MicroBatch) -> str:
-    return ", ".join(f"{rows}×{columns}" for rows, columns in batch.image_sizes.grids) or "no"
+    return ", ".join("×".join(map(str, grid)) for grid in batch.image_sizes.grids) or "no"

@@ -7,6 +7,7 @@ positions of capacity, G key/value heads, E head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.arch.image_tokens import TileGroup, features_of, tokens_per_image
+from megavlm.arch.image_tokens import Grid, TileGroup, features_of, tokens_per_image
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 
 Mask = NDArray[np.bool_]
@@ -33,7 +34,7 @@ class ImageSizes:
     tiles by image.
     """
 
-    grids: tuple[tuple[int, int], ...] = ()  # (rows, columns) in patches of each image, or of each tile
+    grids: tuple[Grid, ...] = ()  # of patches of each image, of each tile, or of each group of a video's frames
     tile_groups: tuple[TileGroup, ...] = ()  # one per tiled image; empty if the model does not tile images
 
     @property
@@ -42,7 +43,7 @@ class ImageSizes:
 
     @property
     def num_patches(self) -> int:
-        return sum(rows * columns for rows, columns in self.grids)
+        return sum(map(math.prod, self.grids))
 
     def image_tokens(self, projector: ProjectorConfig) -> list[int]:
         """Return the number of image tokens (= features) of each image."""

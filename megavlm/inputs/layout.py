@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from megavlm.arch.image_tokens import TileGroup
+from megavlm.arch.image_tokens import Grid, TileGroup
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Tile:
 
     height: int
     width: int
-    grid: tuple[int, int]  # (rows, columns)
+    grid: Grid
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Film:
-    """Frames sampled from a video. Each group of as many frames as a patch spans has one grid of patches."""
+    """Frames sampled from a video. Each group of as many frames as a patch or a chunk spans has one grid of patches."""
 
     frames: tuple[int, ...]  # frame numbers in the clip, ascending
     seconds: tuple[float, ...]  # timestamp of each frame
@@ -91,4 +92,4 @@ class Layout:
 
     @property
     def patches(self) -> int:
-        return sum(rows * columns for rows, columns in (tile.grid for tile in self.tiles))
+        return sum(math.prod(tile.grid) for tile in self.tiles)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.arch.image_tokens import grid_of
+from megavlm.arch.image_tokens import Grid, grid_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ class Image:
     film: Film | None = None
 
     @property
-    def grids(self) -> tuple[tuple[int, int], ...]:
+    def grids(self) -> tuple[Grid, ...]:
         return (grid_of(self.height, self.width, self.patch_size),)
 
     def patches(self) -> Tensor:
@@ -96,7 +96,7 @@ class Image:
 class LoadedImage:
     """An image or a video with its patches in memory."""
 
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[Grid, ...]
     pixels: Tensor  # [P, D] patches of all grids
     arrangement: tuple[int, int] = (0, 0)
     film: Film | None = None

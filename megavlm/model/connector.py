@@ -19,7 +19,13 @@ from megavlm.model.layer_modules import ACTIVATIONS
 from megavlm.model.norm import Norm
 from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision import VisionLayout
-from megavlm.model.vision_ops import average_pool, channels_first_blocks, pixel_shuffle, unpad_and_concat
+from megavlm.model.vision_ops import (
+    average_pool,
+    channels_first_blocks,
+    mean_over_frames,
+    pixel_shuffle,
+    unpad_and_concat,
+)
 
 
 class ConnectorModule(MegatronModule):
@@ -47,7 +53,7 @@ class ConnectorModule(MegatronModule):
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
         patches = hidden[:, 0].index_select(0, layout.patch_index(hidden.device))
-        return self.features(patches, layout.grids, tile_groups)
+        return self.features(*mean_over_frames(patches, layout.grids), tile_groups)
 
     @abstractmethod
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:

@@ -1,10 +1,12 @@
 """Patch embedding, the layout of patches in the packed vision sequence, and the merger inside a tower.
 
-Legend: N images, C class tokens per image (0 or 1), V vision tokens = Σ (C + rows·columns) + padding, H width.
+Legend: N images (chunks of a video among them), C class tokens per image (0 or 1), V vision tokens = Σ (C + its
+patches) + padding, H width.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -18,6 +20,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megavlm.arch.image_tokens import Grid
 from megavlm.arch.layers import VISION_MERGER
 from megavlm.arch.tensor_split import merger_width, mlp_share, vision_split
 from megavlm.config.derived import tower_merge
@@ -25,7 +28,7 @@ from megavlm.config.schema import Config, VisionConfig
 from megavlm.model.layer_modules import modules_of
 from megavlm.model.packing import Packing
 from megavlm.model.specs import layer_submodules
-from megavlm.model.vision_ops import Grid, joint_window_order, resized_table
+from megavlm.model.vision_ops import joint_window_order, resized_table
 from megavlm.parallel.groups import Groups
 
 
@@ -54,7 +57,7 @@ class VisionLayout:
         assert not (window and class_token), "the configuration rules refuse this"
         is_blank = not grids
         grids = grids or (blank,)
-        tokens = sum(class_token + rows * columns for rows, columns in grids)
+        tokens = sum(class_token + math.prod(grid) for grid in grids)
         return cls(grids, int(class_token), padding=-tokens % multiple, is_blank=is_blank, window=window)
 
     def merged(self) -> VisionLayout:
@@ -66,7 +69,7 @@ class VisionLayout:
     @property
     def lengths(self) -> list[int]:
         """Return the number of tokens of each image."""
-        return [self.class_tokens + rows * columns for rows, columns in self.grids]
+        return [self.class_tokens + math.prod(grid) for grid in self.grids]
 
     @property
     def bounds(self) -> list[int]:
@@ -113,9 +116,9 @@ class VisionLayout:
     def coordinates(self, device: torch.device) -> Tensor:
         """Return (row, column) of each token, [V, 2]; class tokens and padding have (0, 0)."""
         spans = []
-        for rows, columns in self.grids:
+        for rows, columns, *frames in self.grids:
             grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2)
-            spans += [torch.zeros(self.class_tokens, 2, dtype=torch.long), grid]
+            spans += [torch.zeros(self.class_tokens, 2, dtype=torch.long), *[grid] * math.prod(frames)]
         inside = self.in_tower_order(torch.cat(spans))
         return torch.cat([inside, torch.zeros(self.padding, 2, dtype=torch.long)]).to(device, non_blocking=True)
 
@@ -162,14 +165,13 @@ class PatchEmbed(nn.Module):
         whole = not layout.is_blank and patches.shape[1] == self.proj.in_features
         weight = self.proj.weight if whole else self._weight_of_stills()
         if layout.is_blank:
-            rows, columns = layout.grids[0]
-            patches = weight.new_zeros(rows * columns, weight.shape[1])
+            patches = weight.new_zeros(math.prod(layout.grids[0]), weight.shape[1])
         embedded = F.linear(self.pixel_norm(patches.to(weight.dtype)), weight, self.proj.bias)
         if self.vision.norm_before_position:
             embedded = self.norm(embedded)
         tables = {grid: self._positions(grid) for grid in dict.fromkeys(layout.grids)}
         pieces: list[Tensor] = []
-        for grid, tokens in zip(layout.grids, embedded.split([r * c for r, c in layout.grids]), strict=True):
+        for grid, tokens in zip(layout.grids, embedded.split([math.prod(grid) for grid in layout.grids]), strict=True):
             if self.class_token is not None:
                 tokens = torch.cat([self.class_token[None], tokens])
             table = tables[grid]
@@ -190,6 +192,14 @@ class PatchEmbed(nn.Module):
         return self.proj.weight.unflatten(1, (self.vision.in_channels, frames, -1)).sum(2).flatten(1)
 
     def _positions(self, grid: Grid) -> Tensor | None:
+        """Return learned positions, [C + rows·columns, H]; those of a chunk's frames with their times, one by one."""
+        table = self._places(grid[:2])
+        if table is None or len(grid) == 2:
+            return table
+        times = sinusoids(grid[2], self.vision.hidden_size).to(table, non_blocking=True)
+        return (table + times[:, None]).flatten(0, 1)
+
+    def _places(self, grid: Grid) -> Tensor | None:
         """Return learned positions, [C + rows·columns, H], resized or looked up for grids of other sizes."""
         if self.position is None:
             return None
@@ -208,6 +218,12 @@ class PatchEmbed(nn.Module):
             return self.position
         resized = resized_table(self.position[count:], side, grid, self.vision.position_interpolation)
         return torch.cat([self.position[:count], resized])
+
+
+def sinusoids(frames: int, width: int) -> Tensor:
+    """Return the time of each frame of a chunk, [frames, width] fp32: sines, then cosines (MoonViT, as Kimi-K2.5's)."""
+    turns = torch.outer(torch.arange(frames).float(), 10000 ** (-torch.arange(0, width, 2) / width))
+    return torch.cat([turns.sin(), turns.cos()], dim=1)
 
 
 def position_buckets(length: int, side: int, *, divides: bool = False) -> Tensor:

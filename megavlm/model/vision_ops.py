@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -10,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.arch.image_tokens import TileGroup, feature_map, half
-
-Grid = tuple[int, int]
+from megavlm.arch.image_tokens import Grid, TileGroup, feature_map, half
 
 # Windows (Qwen2.5-VL): most vision layers attend inside a window only, a few over the whole image. The patches of a
 # window are consecutive inside the tower, so a window is a sequence like any other. Windows of equal size are
@@ -54,6 +53,15 @@ def joint_window_order(grids: Sequence[Grid], side: int) -> tuple[Tensor, tuple[
     counts = torch.tensor(lengths)
     place = counts.repeat_interleave(counts).argsort(descending=True, stable=True)
     return torch.cat(orders)[place], tuple(sorted(lengths, reverse=True))
+
+
+def mean_over_frames(patches: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, tuple[Grid, ...]]:
+    """Return the patches [P, H] of images and the means over the frames of chunks (`Grid`), and their grids."""
+    if all(len(grid) == 2 for grid in grids):
+        return patches, grids
+    pieces = zip(grids, patches.split([math.prod(grid) for grid in grids]), strict=True)
+    means = [piece.unflatten(0, (-1, grid[0] * grid[1])).mean(0) for grid, piece in pieces]
+    return torch.cat(means), tuple(grid[:2] for grid in grids)
 
 
 def pixel_shuffle(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tensor:

@@ -157,6 +157,12 @@ def test_windows_cost_what_they_hold():
     assert full - windowed == 4.0 * (91**2 - window_squares((7, 13), 6)) * model.vision.hidden_size
 
 
+def test_frames_of_a_chunk_attend_to_one_another_and_share_their_features():
+    model = ModelConfig(projector=ProjectorConfig(pixel_shuffle=2))
+    image, chunk = (image_workload([grid], model) for grid in ((4, 6), (4, 6, 3)))
+    assert (chunk.patches, chunk.patch_squares, chunk.features) == (72, 72**2, image.features)
+
+
 def test_a_frozen_tower_weighs_a_third():
     """Both stages of a step take as long: the frozen tower's has more layers."""
     argv = [
