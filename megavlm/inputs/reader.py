@@ -120,6 +120,7 @@ class VideoReader:
         defaults: the class's default options, which files leave out.
         usual: default frame budget, for options that the file leaves out.
         build: (options, model, fields common to all processors) → the processor; None if the model has no videos.
+        ranges: types and ranges of options that differ from those of `OPTIONS`.
     """
 
     classes: tuple[str, ...]
@@ -127,12 +128,13 @@ class VideoReader:
     defaults: Json
     usual: Budget
     build: Callable[[Json, ModelConfig, dict[str, Any]], VideoProcessor | None]
+    ranges: Mapping[str, Expected] = field(default_factory=dict)
 
     def read(self, given: Json, model: ModelConfig) -> VideoProcessor | None:
         """Build the video processor that the options `given` describe. In place of video options, they may be those of
         an image processor, as in Transformers. Raises UserError for unsupported options.
         """
-        options = _filled(given, self.defaults, _VIDEOS, {})
+        options = _filled(given, self.defaults, _VIDEOS, self.ranges)
         usual = replace(
             self.usual, **{name: options[name] for name in ("fps", "min_frames", "max_frames") if name in options}
         )

@@ -182,7 +182,7 @@ class VideoProcessor(ABC):
         arrangement, slices = self.slices(size)
         return Layout(
             size=size,
-            tiles=(tile, *slices) * self.groups(len(numbers)),
+            tiles=self.tiles((tile, *slices), len(numbers)),
             arrangement=arrangement,
             prompt=self.prompt(clip, numbers, self._tokens(tile)),
             film=Film(
@@ -211,6 +211,10 @@ class VideoProcessor(ABC):
     def slices(self, size: Size) -> tuple[Size, tuple[Tile, ...]]:
         """Return (rows, columns) of a frame's additional slices, and the tiles of the slices; default: no slices."""
         return (0, 0), ()
+
+    def tiles(self, group: tuple[Tile, ...], frames: int) -> tuple[Tile, ...]:
+        """Return the inputs of the tower for so many frames, given those for a group of them."""
+        return group * self.groups(frames)
 
     def moments(self, clip: Clip, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Return the time of each group of frames for M-RoPE (`Film.moments`); default: none."""

@@ -132,7 +132,7 @@ def test_clips_in_tars_are_those_of_the_files_and_resume_exactly(pools: Pools, f
 pytest.importorskip("av", reason="pip install av (the extra `video`)")
 
 
-FAMILIES = ("qwen2.5-vl", "qwen3-vl", "onevision", "internvl", "smolvlm", "minicpmv-4.7")
+FAMILIES = ("qwen2.5-vl", "qwen3-vl", "onevision", "internvl", "smolvlm", "minicpmv-4.7", "kimi")
 LAYOUTS = {
     "tp2": (2, "--tp 2"),
     "pp2": (2, "--pp 2"),
@@ -154,6 +154,7 @@ FRAMES_OF = {
     "internvl": {"size": {"height": 28, "width": 28}},
     "smolvlm": {"max_image_size": {"longest_edge": 32}, "num_frames": 5},
     "minicpmv-4.7": {"patch_size": 4, "scale_resolution": 48, "max_slice_nums": 2},
+    "kimi": {"max_patches": 20, "fps": 4},
 }
 
 

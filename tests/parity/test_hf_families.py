@@ -60,6 +60,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
         for name in (
             *("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "cosmos3"),
             *("exaone4.5", "minicpmv-4.6", "minicpmv-4.7", "gemma4", "gemma4-unified", "omni3-moe", "muse-glimmer"),
+            "kimi-moe",
         )
     },
     # Without the merger inside the tower: a feature has 8 × 8 pixels.
@@ -95,7 +96,8 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
 LATER = ("minicpmv-4.6", "aya-cohere", "cohere2-vision", "text-llama", "text-qwen3-moe")
 FAST = (
     *(name for name in MODELS if name not in LATER),
-    *("llava-onevision-videos", "qwen2.5-vl-videos", "qwen3-vl-videos", "gemma4-videos", "gemma3-two-tokens"),
+    *("llava-onevision-videos", "qwen2.5-vl-videos", "qwen3-vl-videos", "gemma4-videos", "kimi-moe-videos"),
+    "gemma3-two-tokens",
 )
 TRAINED = ("llava-tied", "qwen3.5-moe", "glm4v-moe", "text-qwen3")
 

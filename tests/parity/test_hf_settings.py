@@ -106,6 +106,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qianfan_ocr", {"vision_config": {"use_qk_norm": True}}, "use_qk_norm"),
     ("glm_ocr", {"vision_config": {"attention_bias": False}}, "attention_bias"),
     ("kimi_k25", {"vision_config": {"pos_emb_width": 32}}, "pos_emb_width = 32 is not supported"),
+    ("kimi_k25", {"vision_config": {"init_pos_emb_time": 8}}, "pos_emb_time = 8 is not supported"),
     ("muse_glimmer", {"vision_config": {"pos_emb_width": 16}}, "pos_emb_width = 16 is not supported"),
     ("muse_glimmer", {"vision_config": {"layer_norm_eps": 1e-6}}, "layer_norm_eps = 1e-06 is not supported"),
     ("muse_glimmer", {"out_hidden_size": 1536}, "out_hidden_size = 1536 is not supported: the projector reads 2×2"),
@@ -183,7 +184,7 @@ def test_both_spellings_of_kimis_settings() -> None:
     tower = said["vision_config"]
     tower |= {f"vt_{name}": tower.pop(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     tower |= {"vt_num_attention_heads": tower.pop("num_attention_heads"), "mm_hidden_size": 48}
-    tower |= {f"init_{name}": tower.pop(name) for name in ("pos_emb_height", "pos_emb_width")}
+    tower |= {f"init_{name}": tower.pop(name) for name in ("pos_emb_height", "pos_emb_width", "pos_emb_time")}
     tower["projector_ln_eps"] = said.pop("projection_layer_norm_eps")
     said["media_placeholder_token_id"] = said.pop("image_token_id")
     said["text_config"]["model_type"] = "kimi_k2"
@@ -383,7 +384,7 @@ READERS = {reader.classes[0]: reader for reader in VIDEO_READERS.values() if rea
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 def test_an_option_of_a_video_processor_likewise(reader: VideoReader) -> None:
-    vision = VisionConfig(patch_size=16, temporal_patch_size=2)
+    vision = VisionConfig(patch_size=16, temporal_patch_size=2, position_embedding="learned_rope2d")
     side = 4 if "downsample_mode" in reader.defaults else reader.defaults.get("pooling_kernel_size", 2)
     model = ModelConfig(vision=vision, projector=ProjectorConfig(pixel_shuffle=side), video_token=9)
     film = Clip(60, 90, tuple(number / 10 for number in range(20)), 10.0)

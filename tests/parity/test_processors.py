@@ -38,6 +38,7 @@ from megavlm.errors import UserError
 from megavlm.families import processor_from
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.processor import Processor
+from megavlm.inputs.video import Clip
 from tests.support.hostile import reason_of
 from tests.support.processors import CASES as WHOLE
 from tests.support.processors import MODEL_TYPES, bare, model_of, picture
@@ -363,6 +364,21 @@ def test_both_spellings_of_kimis_options() -> None:
     assert processor_from({"auto_map": code, "media_proc_cfg": nested}, kimi.model) == kimi.ours()
     with pytest.raises(UserError, match="fixed_output_tokens"):
         processor_from({"auto_map": code, "media_proc_cfg": {**nested, "fixed_output_tokens": 9}}, kimi.model)
+    tower = replace(kimi.model.vision, position_embedding="learned_rope2d")
+    model, options = replace(kimi.model, vision=tower), {"max_patches": 60, "size": {"max_height": 15, "max_width": 15}}
+    nested |= {"in_patch_limit_each_frame": 60, "in_patch_limit": 99, "temporal_merge_kernel_size": 3, "sample_fps": 5}
+    published, saved = (
+        processor_from({"auto_map": code, "media_proc_cfg": nested}, model, video=video, model_type="kimi_k25").video
+        for video in (None, {**options, "temporal_patch_size": 3, "fps": 5})
+    )
+    assert published == saved
+    assert saved is not None
+    clip = Clip(100, 130, tuple(number / 10 for number in range(20)), 10.0)
+    few = saved.layout(clip, replace(saved.usual, max_tokens=45))  # of 20 features for each chunk
+    assert [tile.grid for tile in few.tiles] == [(8, 10, 3), (8, 10, 3)]
+    assert few.film is not None
+    assert few.film.frames == (0, 3, 6, 10, 13, 16)
+    assert few.prompt.texts[1] == "<|media_end|>00:00:01.000<|media_begin|>video<|media_content|>"
 
 
 def test_what_would_take_gigabytes_is_refused() -> None:

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
-from megavlm.arch.image_tokens import TileGroup, features_of, grid_of, tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, chunk_lengths, features_of, grid_of, tokens_per_image
 from megavlm.arch.plan import make_plan
 from megavlm.checkpoint import state
 from megavlm.checkpoint.folders import Keep
@@ -124,12 +124,11 @@ def samples_of(config: Config, images: Sequence[Sequence[tuple[int, ...]]], *, s
             elif isinstance(each, TileGroup) or each.film is None:
                 tokens += [words.pop(), words.pop()] + [image_token] * next(counts)
             else:
-                assert model.video_token is not None
-                # In Qwen3-VL and Gemma 4, a time precedes each frame.
-                apart = _are_apart(model) or model.language.bidirectional_windows
+                # In Qwen3-VL and Gemma 4, a time precedes each frame; in Kimi-K2.5 each chunk, of image tokens.
+                apart = _are_apart(model) or model.language.bidirectional_windows or model.video_token is None
                 tokens.append(words.pop())
                 for place, _ in enumerate(each.grids):
-                    tokens += [words.pop()] * (apart or not place) + [model.video_token] * next(counts)
+                    tokens += [words.pop()] * (apart or not place) + [model.video_token or image_token] * next(counts)
         tokens += [words.pop() for _ in range(12 + number)]
         samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups, sounds=sounds))
     return samples
@@ -192,7 +191,9 @@ def _picture(size: Any, model: ModelConfig, *, seed: int) -> Image | LoadedImage
     moments = () if _are_apart(model) else tuple(range(0, 3 * groups, 3))
     film = Film(tuple(range(len(arrays))), (0.0,) * len(arrays), moments)
     pixels = normalised([cells_of(array, patch) for array in arrays], span, mean=0.5, std=0.5)
-    return LoadedImage((grid_of(height, width, patch),) * groups, pixels, film=film)
+    grid = grid_of(height, width, patch)
+    chunks = tuple((*grid, count) if count > 1 else grid for count in chunk_lengths(len(arrays), 4))  # Kimi-K2.5's
+    return LoadedImage(chunks if model.video_token is None else (grid,) * groups, pixels, film=film)
 
 
 def _are_apart(model: ModelConfig) -> bool:

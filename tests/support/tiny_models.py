@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megavlm.families.gemma4_unified import FAMILY as GEMMA4_UNIFIED
+from megavlm.families.kimi_k25 import FAMILY as KIMI_K25
 
 TEXT: dict[str, Any] = {
     **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -466,11 +467,15 @@ def pronounced(model: Any) -> Any:
 
 
 def scaled(model: Any) -> Any:
-    """Return the model with what Transformers leaves out: Cohere's factor of logits, the masks of Gemma 4 12B."""
+    """Return the model with what Transformers leaves out: Cohere's factor of logits, the masks of Gemma 4 12B, videos
+    of Kimi-K2.5.
+    """
     if scale := getattr(model.config.get_text_config(), "logit_scale", None):
         model.lm_head.register_forward_hook(lambda head, given, logits: logits * scale)
     if model.config.model_type == "gemma4_unified":
         GEMMA4_UNIFIED.complete(model)
+    if model.config.model_type == "kimi_k25":
+        KIMI_K25.complete(model)
     return model
 
 
@@ -524,6 +529,8 @@ VIDEOS: dict[str, Any] = {
         ([[(4, 24, 40), (8, 8)], [(3, 16, 32)]], [[(16, 16)], []], [[(16, 16)], [(2, 8, 8), (2, 8, 8)]]),
     ),
     "gemma4": ([[(2, 24, 36), (36, 12)], [(3, 12, 24)]], [[(12, 12)], []]),
+    # Chunks of four frames, of the two or three that are left, and of one.
+    "kimi": ([[(4, 24, 40), (8, 8)], [(6, 16, 32)]], [[(5, 8, 16)], []], [[(16, 16)], [(3, 24, 24), (1, 8, 8)]]),
     "llava-onevision": (
         *([[(2, 20, 33)], [(12, 12), (2, 9, 30)]], [[(3, 40, 14), (3, 12, 12)], []], [[(20, 33)], [(1, 12, 12)]]),
     ),
@@ -541,9 +548,11 @@ def _at_layouts(name: str) -> Any:
     images = images_of(model)
     if name == "llava-onevision-videos":
         return images_of(model, VIDEOS)[:2]
+    if name.startswith("kimi"):
+        return (*images_of(model, VIDEOS), images[2])
     if name != model:
         return (*images_of(model, VIDEOS), images[1])
-    if name.startswith(("qwen", "cosmos3", "glm", "exaone", "paddleocr", "kimi", "muse")):
+    if name.startswith(("qwen", "cosmos3", "glm", "exaone", "paddleocr", "muse")):
         return (*images, [[], [(16, 8)]])
     if name.startswith("minicpmv"):
         return (*images, [[], [(16, 32)]])

@@ -153,6 +153,19 @@ def test_a_preview_shows_slices_beside_the_whole_image_and_frames_alone() -> Non
     assert (copy == (255, 0, 0)).all()
 
 
+def test_a_preview_shows_each_frame_of_a_chunk() -> None:
+    options = {"image_processor_type": "Kimi_K25ImageProcessor", "patch_size": 4, "max_patches": 60}
+    vision = VisionConfig(patch_size=4, position_embedding="learned_rope2d")
+    model = ModelConfig(vision=vision, projector=ProjectorConfig(pixel_shuffle=2))
+    given = visuals(processor_from(options, model, model_type="kimi_k25"), fps=3.0)
+    (video,) = loaded(given, VideoRef(FILM))
+    assert video.grids == ((6, 10, 4), (6, 10, 2))
+    film, frames = seen(given.processor, _sample(video), 0)
+    levels = [frame[12, 20].mean() for frame in frames]
+    assert len(frames) == len(film.frames) == 6
+    assert levels == sorted(set(levels)), "each frame is brighter than the one before"
+
+
 def test_a_preview_shows_channels_of_arrays() -> None:
     processor = processor_from(IMAGES, MODEL, model_type="qwen2_5_vl")
     several = replace(processor, vision_input=vision_input_of("array", 13), mean=(0.0,) * 13, std=(1.0,) * 13)

@@ -6,7 +6,7 @@ import torch
 
 from torchvision.transforms import InterpolationMode
 
-__all__ = ["InterpolationMode", "grayscale_to_rgb", "normalize", "resize"]
+__all__ = ["InterpolationMode", "grayscale_to_rgb", "normalize", "pad", "resize"]
 
 
 def resize(
@@ -26,6 +26,12 @@ def resize(
 def normalize(image: torch.Tensor, mean: Sequence[float], std: Sequence[float], inplace: bool = False) -> torch.Tensor:
     means, stds = (torch.as_tensor(each, dtype=image.dtype)[:, None, None] for each in (mean, std))
     return (image - means) / stds
+
+
+def pad(image: torch.Tensor, padding: Sequence[int], fill: int = 0, padding_mode: str = "constant") -> torch.Tensor:
+    """Return the image with so many columns and rows more at its left, top, right and bottom."""
+    left, top, right, bottom = padding
+    return torch.nn.functional.pad(image, (left, right, top, bottom), padding_mode, fill)
 
 
 def grayscale_to_rgb(image: torch.Tensor) -> torch.Tensor:
