@@ -140,7 +140,7 @@ def known_keys() -> set[str]:
 def unknown_keys(text: str) -> Iterator[str]:
     """Yield each key after --set, and each key of `model`, that no option has; `model.projector.…` means a section."""
     keys = known_keys()
-    for section, key in re.findall(r"--set '?((?:[a-z_]+\.)+)([a-z_]+)", text) + MODEL_KEY.findall(text):
+    for section, key in re.findall(r"--set '?((?:[a-z_]+\.)+)([a-z_0-9]+)", text) + MODEL_KEY.findall(text):
         if section + key not in keys and not any(each.startswith(f"{section}{key}.") for each in keys):
             yield section + key
 
