@@ -68,11 +68,11 @@ PLANNER_SINCE = "2026-11-21T11:54"  # calls of a layer are counted
 def _placements() -> list[Row]:
     """Return rows by the clock and by processor time of the busier process."""
     requested = [
-        ("encoder colocated, PP2: times faster than glued", PIPELINE, "colocated"),
-        ("cut evenly by FLOPs, PP2: times faster than glued", PIPELINE, "stages, cut evenly"),
+        ("encoder colocated, PP2: over glued", PIPELINE, "colocated"),
+        ("cut evenly by FLOPs, PP2: over glued", PIPELINE, "stages, cut evenly"),
         *(
             (
-                f"encoder colocated, TP2, {side} pixels: times faster than tensor-parallel",
+                f"encoder colocated, TP2, {side} pixels: over tensor-parallel",
                 question,
                 "colocated",
             )
@@ -90,7 +90,7 @@ def _placements() -> list[Row]:
 
 FILES = "megavlm bf16 of JPEG files"
 # The time was over before that side.
-NOT_MEASURED = ("Qwen2.5-VL-7B, 2 images, bf16: times as fast as Transformers wholly in bf16",)
+NOT_MEASURED = ("Qwen2.5-VL-7B, 2 images, bf16: speed over Transformers wholly in bf16",)
 
 
 def _gpu() -> list[Row]:
@@ -106,8 +106,8 @@ def _gpu() -> list[Row]:
         theirs = " on tensors" * (side == FILES)
         figures: list[tuple[str, Callable[[dict[str, Any], float], float | None], str]] = [
             ("step", step_time, "{:.3f} s"),
-            (f"times as fast as Transformers{theirs} with autocast", against("transformers autocast"), "{:.2f} ×"),
-            (f"times as fast as Transformers{theirs} wholly in bf16", against("transformers bf16"), "{:.2f} ×"),
+            (f"speed over Transformers{theirs} with autocast", against("transformers autocast"), "{:.2f} ×"),
+            (f"speed over Transformers{theirs} wholly in bf16", against("transformers bf16"), "{:.2f} ×"),
         ]
         if side != FILES:
             figures += [
@@ -143,7 +143,7 @@ def _h200() -> list[Row]:
             ("step", step_time, "{:.3f} s"),
             ("whole step", step_rate, "{:.0f} TFLOP/s"),
             ("whole step, MFU", step_share(side.split()[1]), "{:.1%}"),
-            ("times as fast as Transformers wholly in bf16", against("transformers bf16"), "{:.2f} ×"),
+            ("speed over Transformers wholly in bf16", against("transformers bf16"), "{:.2f} ×"),
         )
         if what == "step" or (side != FILES and ("Transformers" not in what or (side, count) == ("megavlm bf16", 1)))
     ]

@@ -355,15 +355,15 @@ LLAVA = "LLaVA-1.5-7B, bf16"
 # Where README shows one of these figures, the same sentences show all of them, and say how many runs there were.
 TOGETHER = (
     (
-        f"{LLAVA}: times as fast as Transformers with autocast",
-        f"{LLAVA}: times as fast as Transformers wholly in bf16",
+        f"{LLAVA}: speed over Transformers with autocast",
+        f"{LLAVA}: speed over Transformers wholly in bf16",
         f"{LLAVA}: step",
         f"{LLAVA} of JPEG files: step",
         f"{LLAVA}: whole step",
         f"{LLAVA}: whole step, MFU",
         f"{LLAVA}: language part",
         "LLaVA-1.5-7B, fp8: whole step",
-        "LLaVA-1.5-7B, fp8: times as fast as Transformers with autocast",
+        "LLaVA-1.5-7B, fp8: speed over Transformers with autocast",
     ),
     (
         "the same: throughput of iterations that stay, over a run without",
