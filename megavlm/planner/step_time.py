@@ -114,7 +114,7 @@ def colocated_encoder(
     if backward and vision_tp > 1:  # an encoder's ranks gather the gradients of what it made
         exchange += between.seconds(features / ranks * (vision_tp - 1))
 
-    def held(count: Callable[[str, Scenario], float]) -> float:
+    def held(count: Callable[..., float]) -> float:
         """Return the bytes of the passes that keep their activations, the last ones."""
         layers = list(zip(scenario.names, each(partial(count, scenario=alone)), strict=False))
         of_kinds = (sum(size for name, size in layers if is_audio(name) == kind) for kind in kinds)

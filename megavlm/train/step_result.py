@@ -198,7 +198,8 @@ def counts_of(
     """
     if encoded is None:
         read = step.batches if groups.is_reader else []
-        encoded = [each for batch in read for each in (*batch.image_sizes.grids, *batch.sound_frames)]
+        encoded = [grid for batch in read for grid in batch.image_sizes.grids]
+        encoded = [*encoded, *(length for batch in read for length in batch.sound_frames)]
     frames = [each for each in encoded if isinstance(each, int)]
     images = image_workload([each for each in encoded if not isinstance(each, int)], model)
     done = replace(images, **sound_work(frames, model))
