@@ -84,7 +84,6 @@ def colocated_encoder(
     """
     kept = config.placement.encoder_keep_chunks
     dims, ranks = scenario.dims, scenario.dims.replica
-    images = images or int(scenario.work.frames > 0)  # without images, all sounds count as one
     all_images = images * scenario.micro_batches
     own = math.ceil(all_images * vision_tp / ranks)
     model_state = replicated_encoder(scenario, vision_tp=vision_tp)
