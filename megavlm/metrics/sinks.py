@@ -39,7 +39,7 @@ class JsonlSink(Callback):
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = _content(path)
+            content = content_of(path)
             kept, damaged = kept_lines(content, resume_iteration=resume_iteration)
             if damaged:
                 print(f"warning: {damaged} lines of {path} are no records, and are left out", flush=True)
@@ -100,7 +100,7 @@ class _Lines:
         self._file.close()
 
 
-def _content(path: Path) -> bytes:
+def content_of(path: Path) -> bytes:
     """Return the content of a file, empty if it does not exist. Raises OSError if it is not regular, or too large."""
     try:
         return read_bytes(path, at_most=_LARGEST)
@@ -136,7 +136,7 @@ def lost_steps(path: Path, *, resume_iteration: int) -> dict[str, Any]:
     Call it before `JsonlSink` opens the file.
     """
     try:
-        records = [_record_in(line) for line in _content(path).splitlines()]
+        records = [_record_in(line) for line in content_of(path).splitlines()]
     except OSError:  # JsonlSink will say so
         records = []
     dropped = [record for record in records if record is not None and record["iteration"] > resume_iteration]

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from megavlm.backend.installed import without
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback, Generation, Samples, Start, StepEnd, Stop
+from megavlm.metrics.sinks import content_of, kept_lines
 from megavlm.metrics.trackers import continued_id, remember_id, settings_of, tagged
 
 _PUBLIC = "https://api.wandb.ai"
@@ -59,6 +60,10 @@ class WandbTracker(Callback):
             ),
         )
         self._first = int(self._run.step)
+        if self._run.offline and start.iteration:  # of several attempts, `wandb sync` may keep the last alone
+            content = content_of(start.run_dir / "metrics.jsonl")
+            for line in kept_lines(content, resume_iteration=start.iteration)[0].splitlines():
+                self.on_step_end(StepEnd(json.loads(line)))
         where = f"{self._run.dir}; `wandb sync` uploads it" if self._run.offline else self._run.url
         print(f"--tracker wandb: {where}", file=sys.stderr, flush=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 from pathlib import Path
 
@@ -68,13 +70,18 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("SOME_API_KEY", SECRET)
     identity = train(tmp_path, "wandb", first=1, last=3)
+    before = [{"iteration": number, "loss": number / 7} for number in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in before))
     assert train(tmp_path, "wandb", first=3, last=5) == identity
+    importlib.import_module("wandb").teardown()  # waits for what is still to be written
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     assert not caplog.messages, "also of pictures of different sizes"
     assert all(identity in folder.name for folder in folders)  # two starts within a second: the second ends with -1
     written = b"".join(path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file())
     assert b"train/loss" in written
+    (last,) = folders[-1].glob("*.wandb")  # of several, `wandb sync` may keep this alone
+    assert [str(number / 7).encode() in last.read_bytes() for number in (1, 2, 3)] == [True, True, False]
     assert b"optimizer.lr" in written
     assert b"a grey wall" in written
     assert b"walls.jsonl:7" in written
