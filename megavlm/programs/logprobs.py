@@ -90,7 +90,7 @@ def _run_words(found: ModelFolder, records: Sequence[str], out: Path, training: 
     """Return the arguments of a training run with this model and the records as its validation data.
 
     Only the projector is trained, so that no other part has gradients and optimizer states; of a language model alone,
-    adapters that change nothing; of a checkpoint with adapters, these.
+    adapters that change nothing; of a checkpoint with adapters, these, and of one without a tower, all.
     """
     config, settings = found.as_run()
     model = config.model
@@ -98,7 +98,7 @@ def _run_words(found: ModelFolder, records: Sequence[str], out: Path, training: 
     if config.lora.rank:
         trained = ()
     elif not (model.vision.num_layers or model.vision.encoder_free):
-        trained = ("--lora-rank", "1")
+        trained = () if found.is_checkpoint else ("--lora-rank", "1")  # it has no adapters to load
     return [
         *("--run-dir", str(out / "run"), "--datasets", *records, "--validation", *records),
         *(*trained, *"--train-iters 1 --no-save --no-tensorboard --set".split(), *settings),

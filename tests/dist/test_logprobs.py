@@ -244,6 +244,22 @@ def test_scores_of_a_reward_model_are_those_of_transformers(pools, tmp_path):
         pools(1).run(write, [*words, "--top-k", "2"])
 
 
+@pytest.mark.parametrize("most_images", [0, slow(2)])
+def test_a_reward_model_from_random_weights_ranks_as_its_validation(pools, tmp_path, most_images):
+    """A language model alone, or a vision-language model."""
+    path = write_preferences(tmp_path, records=9, most_images=most_images)
+    data = f"{path},image_root={tmp_path / 'images'}"
+    files = ["--datasets", data, "--validation", data, "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer"))]
+    argv = [*LEAN, *files, *"--objective reward --images-per-sample 1 --image-sizes --seq-length 112".split()]
+    argv += [] if most_images else ["--set", "model.vision.num_layers=0"]
+    pools(1).run(train, [*argv, *"--num-workers 0 --train-iters 2".split()], str(tmp_path / "run"))
+    pools(1).run(write, [str(tmp_path / "run"), data, "--out", str(tmp_path / "out"), "--num-workers", "0"])
+    state, last = json.loads((tmp_path / "out/position.json").read_text()), metrics(tmp_path / "run")[-1]
+    assert state["pairs"] > 4
+    assert state["right"] / state["pairs"] == pytest.approx(last["validation/reward_accuracy"])
+    assert state["margins"] / state["pairs"] == pytest.approx(last["validation/reward_margin"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "trained"),
     [
