@@ -166,8 +166,9 @@ def test_verify_finds_a_difference(folder, single, tmp_path, capsys):
         weights["language_model.model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
 
     change_weights(folder, spoil)
-    assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 1
-    assert "largest logit difference nan" in capsys.readouterr().out
+    assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 2
+    assert "layers.0.mlp.up_proj.weight of" in (told := capsys.readouterr().err)
+    assert "has values that are NaN or infinite" in told
 
 
 @pytest.mark.parametrize(("name", "lacking"), [("llava", "preprocessor_config"), ("text-llama", "tokenizer")])
