@@ -76,7 +76,7 @@ def _placements() -> list[Row]:
                 question,
                 "colocated",
             )
-            for count, side in ((8, 112), (2, 224), (1, 336))
+            for count, side in ((8, 112), (1, 336))
             for question in [f"TP2, {count} images of {side} × {side} pixels per sample"]
         ),
         ("frozen encoder that encodes ahead, PP2, two micro-batches: times faster", FROZEN, "encoded ahead"),
@@ -129,7 +129,7 @@ def _h200() -> list[Row]:
     command = "tools/gpu_check.sh --minutes 30 --items files,micro-batches"
     return [
         Row(
-            f"LLaVA-1.5-7B, H200, {side[8:]}{words}: {what}",
+            f"H200, {side[8:]}{words}: {what}",
             "gpu_vlm_h200",
             command,
             gpu("LLaVA-1.5-7B", side, figure, count),

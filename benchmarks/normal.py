@@ -70,7 +70,6 @@ CASES = {
     **{LAYOUTS[name].title: Case(ONE, *LAYOUTS[name][1:]) for name in ("tp2", "tp2-pp2-vpp2", "cp2", "zero3")},
     "micro-batches of one sample": Case(ONE, rows="micro-batches of one"),
     "packed": Case(ONE, rows="packed"),
-    "loss of 8 tokens at a time": Case(ONE, flags="--set execution.loss_chunk_tokens=8"),
     ONE_BF16: Case(ONE, flags=BF16),
     "TP2, bf16": Case(ONE_BF16, 2, f"--tp 2 {BF16}"),
     "packed, bf16": Case(ONE_BF16, flags=BF16, rows="packed"),
