@@ -47,7 +47,7 @@ class AdaptivePool(Connector):
                 "cannot be combined: leave one of them out"
             )
 
-    def pooled(self, grid: Grid, projector: ProjectorConfig) -> Grid:
+    def pooled(self, grid: Grid, projector: ProjectorConfig) -> tuple[int, int]:
         """Return the rows and columns of tokens that a grid of patches is pooled to."""
         own: AdaptivePoolConfig = projector.connectors.adaptive_pool
         if own.factor is not None:
