@@ -116,7 +116,8 @@ def our_patches(visuals: Visuals, video: VideoRef) -> torch.Tensor:
 def patches_of_frames(visuals: Visuals, layout: Layout, pixels: np.ndarray) -> torch.Tensor:
     videos = visuals.processor.video
     assert videos is not None
-    return videos.patches([videos.frame(each, layout.tiles[0].grid) for each in pixels])
+    rows, columns = layout.tiles[0].grid[:2]
+    return videos.patches([videos.frame(each, (rows, columns)) for each in pixels])
 
 
 def frames_of(layout: Layout, file: Path) -> tuple[tuple[int, ...], np.ndarray]:
