@@ -30,7 +30,7 @@ def trained_entries(name: str, b: Tensor, config: Config) -> Tensor:
 def with_one_a(theirs: Any) -> Any:
     """Return the PEFT model, in which queries and a gate of attention's output share their A, as they do here."""
     for module in theirs.modules():
-        gate = getattr(module, "gate_proj", None)
+        gate: Any = getattr(module, "gate_proj", None)
         if hasattr(module, "q_proj") and hasattr(gate, "lora_A"):
             gate.lora_A = module.q_proj.lora_A
     return theirs

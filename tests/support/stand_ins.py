@@ -165,6 +165,7 @@ class TELayerNormColumnParallelLinear(_Linear, ColumnParallelLinear):
         norm = Norm(config, input_size, config.layernorm_epsilon)
         self.eps = config.layernorm_epsilon
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        assert norm.weight is not None
         self.layer_norm_weight = norm.weight
         if norm.bias is not None:
             self.layer_norm_bias = norm.bias
