@@ -104,10 +104,10 @@ class ReplicaBroadcast:
 
         Other ranks have none, or of other sounds of the micro-batch an empty place.
         """
-        pairs = zip(step.batches, self._hearers(step.batches), strict=True)
+        pairs = zip(step.batches, self._sound_ranks(step.batches), strict=True)
         return replace(step, batches=[self._with_mels(*pair) for pair in pairs])
 
-    def _hearers(self, batches: Sequence[MicroBatch]) -> list[list[Sequence[int]]]:
+    def _sound_ranks(self, batches: Sequence[MicroBatch]) -> list[list[Sequence[int]]]:
         """Return, for each micro-batch and each of its sounds, the ranks that encode it."""
         frames = [batch.sound_frames for batch in batches]
         if self.assignment is None:
@@ -116,13 +116,13 @@ class ReplicaBroadcast:
         encoders = self.assignment.encoders([batch.image_sizes for batch in batches], frames)[len(batches) :]
         return [[range(one * width, (one + 1) * width) for one in each.tolist()] for each in encoders]
 
-    def _with_mels(self, batch: MicroBatch, hearers: Sequence[Sequence[int]]) -> MicroBatch:
+    def _with_mels(self, batch: MicroBatch, receivers: Sequence[Sequence[int]]) -> MicroBatch:
         sounds, rank = batch.sounds, self.replica.rank()
-        if sounds is None or not (self.reads or any(rank in each for each in hearers)):
+        if sounds is None or not (self.reads or any(rank in each for each in receivers)):
             return batch
         mels = sounds.mels if self.reads else torch.empty(sounds.mels.shape, pin_memory=self.device.type == "cuda")
         sending: list[Any] = []
-        for sound, ranks in zip(mels.split(sounds.frames), hearers, strict=True):
+        for sound, ranks in zip(mels.split(sounds.frames), receivers, strict=True):
             if self.reads:
                 sending += [dist.isend(sound, group=self.hosts, group_dst=other) for other in ranks if other]
             elif rank in ranks:

@@ -80,8 +80,8 @@ class ImageAssignment:
         sounds of so many mel frames. Where images go does not depend on sounds.
         """
         flops = [encoder_flops(image.grids, self.model) for each in sizes for image in each.split()]
-        heard = [encoder_flops((), self.model, frames) for each in sounds for frames in each]
-        encoders = np.array(assign_longest_first(flops, self.ranks // self.width, heard), dtype=np.int64)
+        of_sounds = [encoder_flops((), self.model, frames) for each in sounds for frames in each]
+        encoders = np.array(assign_longest_first(flops, self.ranks // self.width, of_sounds), dtype=np.int64)
         return np.split(encoders, np.cumsum([*(each.num_images for each in sizes), *map(len, sounds)])[:-1])
 
     def by_rank(self, sizes: Sequence[ImageSizes]) -> list[list[Mask]]:
