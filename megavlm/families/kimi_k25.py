@@ -177,7 +177,7 @@ def complete(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Shrinks a picture to bounds of patches, in total and on a side, and pads it with black to whole features."""
+    """Shrinks an image to at most so many patches, in total and on each side, and pads it to whole features."""
 
     most: int  # patches
     most_of_side: int

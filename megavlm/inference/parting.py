@@ -166,7 +166,7 @@ class _Rows:
 
 
 class _Experts:
-    """The experts that tokens take in one layer (megatron-core's router calls `get_replay_topk`), pass by pass."""
+    """Records or replays the experts that a router chooses (megatron-core calls `get_replay_topk`), pass by pass."""
 
     def __init__(self, *, replayed: _Experts | None = None, allowed: float = 0.0) -> None:
         """Take the best experts or, of `replayed`, the same if scores differ from its by at most `allowed`."""

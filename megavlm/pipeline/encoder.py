@@ -274,7 +274,7 @@ def _values(item: Item) -> Tensor:
 
 
 def _layout(item: Item) -> object:
-    """Return what features depend on in addition to values."""
+    """Return the sizes on which an item's features depend, besides its values."""
     return item.frames if isinstance(item, SoundBatch) else (item.sizes.grids, item.sizes.tile_groups)
 
 

@@ -6,8 +6,10 @@ import contextlib
 import json
 import queue
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,19 +38,22 @@ ROOT = Path(__file__).parents[2]
 VLLM = ROOT / "build/vllm"
 
 
-def train_and_send(argv: list[str], run_dir: str, port: int, adapters: bool) -> None:
-    """Train, and send the weights before the run closes, as SGLang takes them: names, types and shapes of a bucket,
-    then a broadcast of each tensor.
-    """
+def train_and(send: Callable[[Any], None], argv: list[str], run_dir: str) -> None:
+    """Train, and call `send` with the run before it closes."""
     closing = loop.close
 
-    def send(run: Any, error: BaseException | None = None) -> None:
+    def close(run: Any, error: BaseException | None = None) -> None:
         if error is None:
-            _send(run, port, adapters)
+            send(run)
         closing(run, error)
 
-    with patch.object(loop, "close", send):
+    with patch.object(loop, "close", close):
         train_composed(argv, run_dir)
+
+
+def train_and_send(argv: list[str], run_dir: str, port: int, adapters: bool) -> None:
+    """Send the weights as SGLang takes them: names, types and shapes of a bucket, then a broadcast of each tensor."""
+    train_and(partial(_send, port=port, adapters=adapters), argv, run_dir)
 
 
 def _send(run: Any, port: int, adapters: bool) -> None:
@@ -161,16 +166,8 @@ class Wire:
 
 
 def transfer(argv: list[str], run_dir: str, out: str, packed: bool) -> None:
-    """Train, and send the weights before the run closes by vLLM's engines, of which rank 0 has both."""
-    closing = loop.close
-
-    def send(run: Any, error: BaseException | None = None) -> None:
-        if error is None:
-            _transfer(run, out, packed)
-        closing(run, error)
-
-    with patch.object(loop, "close", send):
-        train_composed(argv, run_dir)
+    """Send the weights by vLLM's engines, of which rank 0 has both."""
+    train_and(partial(_transfer, out=out, packed=packed), argv, run_dir)
 
 
 def _transfer(run: Any, out: str, packed: bool) -> None:

@@ -166,7 +166,7 @@ class HfFolder:
         return all(torch.equal(self.read(name, run), self.read(other, run)) for run in self._runs(one))
 
     def apart(self, name: str, other: str) -> bool:
-        """Return whether two matrices of one type and shape are no copies of each other: of some rows none agrees."""
+        """Return whether two matrices of one type and shape differ in each of 16 rows in the middle."""
         one, two = self.tensors[name], self.tensors[other]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False

@@ -122,7 +122,7 @@ class Interleaved(_OneTensor):
 
 @dataclass(frozen=True)
 class ChannelsLast(_OneTensor):
-    """Rule for a matrix whose columns the file stores by pixel, then by channel; here it is the reverse.
+    """Rule for a matrix whose columns the file orders by pixel, then channel, and the model by channel, then pixel.
 
     A pixel may be a frame of `each` columns.
     """
