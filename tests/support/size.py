@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 309,
     "options": 356,
     "flags": 148,  # 150
-    "code lines of tests": 37_192,  # 33,000
+    "code lines of tests": 37_190,  # 33,000
     "words of documentation": 45_000,  # 45,000
 }
 _NO_CODE = {
