@@ -91,9 +91,11 @@ gpu-versions: ## Install the versions of requirements/gpu.txt, without Transform
 test-gpu-versions: gpu-versions ## Run tests of saving, resuming and launching with them, on a CPU.
 	$(GPU_DIR)/bin/python -m pytest -m "not slow and not gpu" $(BESIDE) $(ARGS) $(GPU_TESTS)
 
-cards: $(STAMP) ## Measure each Hugging Face family again, and write docs/reports/cards.md.
-	$(VENV)/bin/python -m pytest -m "not gpu" -n 2 -p tests.support.cards --cards docs/reports/cards.md tests/parity \
-	    tests/dist/test_hf.py tests/dist/test_hf_resume.py tests/dist/test_compose.py tests/dist/test_lora.py
+cards: $(STAMP) ## Measure each Hugging Face family again, and write docs/reports/cards.md (test-all's record does, too).
+	rm -rf runs/cards
+	$(VENV)/bin/python -m tests.support.pieces --to runs/cards --only tests/parity \
+	    $(addprefix tests/dist/test_,hf.py hf_resume.py compose.py lora.py)
+	$(VENV)/bin/python -m tests.support.cards runs/cards
 
 cluster-tools: ## Install SLURM for the tests of launch/ (Debian, Ubuntu; needs root).
 	@if command -v slurmctld >/dev/null && command -v munged >/dev/null; then echo 'SLURM is installed'; \

@@ -1,22 +1,20 @@
 """Write what tests measured of each Hugging Face family to docs/reports/cards.md.
 
-A pytest plugin, which `make cards` loads: `pytest -p tests.support.cards --cards FILE`. The page is written if no test
-failed, of all figures that tests handed to `hold` (`tests/support/gates.py`).
+Usage: `python -m tests.support.cards RECORD`. RECORD is a folder of `make test-all`, or of its pieces that
+`make cards` runs: it has all figures that tests handed to `hold` (`tests/support/gates.py`). Nothing is written where a
+file of tests that measures has failed.
 """
 
 from __future__ import annotations
 
-import subprocess
+import sys
 from collections.abc import Collection, Mapping
-from datetime import UTC, datetime
 from functools import reduce
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from benchmarks.tables import with_table
-from tests.support.gates import EXPERT_LAYOUTS, LAYOUTS, MEASURED, TOLERANCES, larger
+from tests.support.gates import EXPERT_LAYOUTS, LAYOUTS, TOLERANCES, larger
+from tests.support.pieces import ROOT, lines_of
 
 # A table for each subject: its title, and the gates of each column, of which the worst is shown.
 SUBJECTS: dict[str, dict[str, Collection[str]]] = {
@@ -44,36 +42,25 @@ PARTS = {"features or logits": ["logits"], "gradients": ["gradients"], "composed
 Cards = dict[str, dict[str, float]]  # of each family, the worst figure of each gate
 
 
-class Recorder:
-    """Collects what each test measured; xdist's workers send it to the first process with their reports."""
+def cards_of(record: Path) -> Cards:
+    """Return the figures in a record of tests.
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._cards: Cards = {}
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> None:
-        item.user_properties += [("measured", (*key, figure)) for key, figure in MEASURED.items()]
-        MEASURED.clear()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        properties: list[tuple[str, Any]] = report.user_properties
-        for name, value in properties:
-            if name == "measured":
-                family, gate, figure = value
-                card = self._cards.setdefault(family, {})
-                card[gate] = larger(card.get(gate, 0.0), float(figure))
-
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == 0 and not hasattr(session.config, "workerinput"):
-            self._file.write_text(page(self._cards, self._file.read_text(encoding="utf-8")), encoding="utf-8")
+    Raises ValueError where a file of tests that measures has failed, or where nothing was measured.
+    """
+    cards: Cards = {}
+    for file in lines_of(record / "files.jsonl"):
+        if file["figures"] and file["failures"]:
+            raise ValueError(f"{file['file']}: {', '.join(file['failures'])} failed")
+        for family, gate, figure in file["figures"]:
+            card = cards.setdefault(family, {})
+            card[gate] = larger(card.get(gate, 0.0), figure)
+    if not cards:
+        raise ValueError(f"{record}: no test measured a family")
+    return cards
 
 
-def page(cards: Cards, text: str) -> str:
-    """Return the document with the tables of these cards."""
-    asked = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    count = sum(map(len, cards.values()))
-    said = f"{count} figures, of `{asked.stdout.strip() or 'no commit'}` ({datetime.now(UTC).date().isoformat()})."
+def page(cards: Cards, text: str, said: str) -> str:
+    """Return the document with the tables of these cards below a sentence that says where they come from."""
     whole = {name: card for name, card in cards.items() if "import_export" in card}
     parts = {name: card for name, card in cards.items() if name not in whole}
     tables = [table(title, columns, whole) for title, columns in SUBJECTS.items()]
@@ -97,10 +84,16 @@ def number(value: float) -> str:
     return f"{digits}e{int(exponent)}" if value else "0"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cards", type=Path, help="write the figures of all tests to this page")
+def main(record: Path, file: Path = ROOT / "docs/reports/cards.md") -> None:
+    """Write the page of a record's figures."""
+    cards, ended = cards_of(record), lines_of(record / "pieces.jsonl")
+    commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(piece["commit"] for piece in ended))
+    said = f"{sum(map(len, cards.values()))} figures, of {commits} ({ended[-1]['ended'][:10]})."
+    file.write_text(page(cards, file.read_text(encoding="utf-8"), said), encoding="utf-8")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--cards") is not None:
-        config.pluginmanager.register(Recorder(config.getoption("--cards").resolve()))
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except ValueError as error:
+        sys.exit(str(error))

@@ -1,7 +1,8 @@
 """The gates of a Hugging Face family: each a figure that tests measure, and the largest value that users are promised.
 
-A test calls `hold` with what it measured; `make cards` (`tests/support/cards.py`) runs the tests and writes the figures
-down. So a figure of a card is what a test compared with its tolerance, and nothing else measures it.
+A test calls `hold` with what it measured; `make cards` runs the tests and writes the figures down
+(`tests/support/cards.py`). So a figure of a card is what a test compared with its tolerance, and nothing else measures
+it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TOLERANCES = {
     **{f"{name}_{what}": most for name in ALL_LAYOUTS for what, most in (("logits", 1e-4), ("losses", 1e-4))},
     **{f"{name}_gradients": 1e-3 for name in ALL_LAYOUTS},
 }
-# The largest figure of each family and gate in the test that runs, which the plugin `tests/support/cards.py` takes.
+# The largest figure of each family and gate in the test that runs, which the plugin `tests/support/record.py` takes.
 MEASURED: dict[tuple[str, str], float] = {}
 
 

@@ -1,8 +1,8 @@
 """A pytest plugin that writes down what each test file cost: `pytest -p tests.support.record --record FILE`.
 
 For each test file a line of JSON is appended to FILE: how many tests passed, failed and were skipped, seconds by the
-clock, and seconds of processor time. Processor time is that of pytest and of all processes that it started, so that it
-says the same on a machine that is busy with other things.
+clock, seconds of processor time, and the figures of Hugging Face families that tests handed to `hold`. Processor time
+is that of pytest and of all processes that it started, so that it says the same on a machine that is busy.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.support.gates import MEASURED
 
 COSTLY = 1.0  # seconds of processor time from which a test is listed by itself
 
@@ -76,10 +78,12 @@ class Recorder:
             "processor_seconds": processor,
             "failures": [test for test, outcome in self._outcomes.items() if outcome == "failed"],
             "skips": self._skips,
+            "figures": [(*key, figure) for key, figure in MEASURED.items()],  # family, gate and the worst of the file
             "costly": {test: round(cost, 1) for test, cost in self._costs.items() if cost >= COSTLY},
         }
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        MEASURED.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.cards import page
+from tests.support.cards import main, page
 from tests.support.covering import covering, pairs
 from tests.support.gates import MEASURED, TOLERANCES, hold
 from tests.support.pieces import busy_seconds, lines_of, pieces, run_all
@@ -91,9 +89,6 @@ def test_a_cover_of_pairs_is_far_smaller_than_the_product() -> None:
     assert len(covering([(a, b, c) for a in range(5) for b in range(5) for c in range(5)], shows)) < 40
 
 
-ROOT = Path(__file__).parents[2]
-
-
 @pytest.mark.parametrize("figure", [2e-4, float("nan")])
 def test_a_figure_above_the_tolerance_fails_the_test(figure: float) -> None:
     hold("llava", "logits", TOLERANCES["logits"])
@@ -104,7 +99,7 @@ def test_a_figure_above_the_tolerance_fails_the_test(figure: float) -> None:
 
 def test_the_worst_figure_of_each_family_is_in_its_row() -> None:
     cards = {"llava": {"import_export": 0.0, "tp2_logits": 1e-7, "pp2_logits": 3e-6}, "clip": {"logits": 2e-7}}
-    made = page(cards, "before <!-- cards --> old <!-- end --> after")
+    made = page(cards, "before <!-- cards --> old <!-- end --> after", "said")
     assert "| llava | 3e-6 | – | – | – | – | – |" in made
     assert "| llava | 0 | – | – | – | – | – | – | – |" in made
     assert "| clip | 2e-7 | – | – |" in made
@@ -112,16 +107,19 @@ def test_the_worst_figure_of_each_family_is_in_its_row() -> None:
 
 
 @pytest.mark.slow
-def test_the_plugin_writes_what_all_tests_measured(tmp_path: Path) -> None:
-    test = "from tests.support.gates import hold\n@pytest.mark.parametrize('n', [1, 5, 2])\n"
-    test = f"import pytest\n{test}def test_it(n): hold('clip', 'logits', n * 1e-7)\n"
-    for more, expected in (
-        ("", "| clip | 5e-7 | – | – |"),
-        ("def test_other(): assert 0\n", "<!-- cards --> <!-- end"),
-    ):
-        (tmp_path / "page.md").write_text("<!-- cards --> <!-- end -->")
-        (tmp_path / "test_it.py").write_text(test + more)
-        plugin = ["-p", "tests.support.cards", "--cards", str(tmp_path / "page.md"), "-n", "2"]
-        program = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), *plugin, str(tmp_path)]
-        subprocess.run(program, cwd=ROOT, check=False, capture_output=True)
-        assert expected in (tmp_path / "page.md").read_text()
+@pytest.mark.parametrize("more", ["", "def test_other(): assert 0\n"])
+def test_cards_are_of_a_record_whose_measuring_tests_passed(more: str, tmp_path: Path) -> None:
+    test = "import pytest\nfrom tests.support.gates import hold\n@pytest.mark.parametrize('n', [1, 5, 2])\n"
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_it.py").write_text(f"{test}def test_it(n): hold('clip', 'logits', n * 1e-7)\n{more}")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    file = tmp_path / "page.md"
+    file.write_text("<!-- cards --> <!-- end -->")
+    run_all(["tests"], tmp_path / "record", root=tmp_path)
+    if more:
+        with pytest.raises(ValueError, match=r"test_it\.py: .*test_other failed"):
+            main(tmp_path / "record", file)
+    else:
+        main(tmp_path / "record", file)
+        assert "| clip | 5e-7 | – | – |" in file.read_text()
+        assert "\n1 figures, of `unknown` (20" in file.read_text()
