@@ -4,8 +4,10 @@ memory that the training process has mapped once, and that is used again.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -42,6 +44,14 @@ def tokens(source: FilesSource, sample: int) -> list[list[int]]:
 
 def encode(source: FilesSource, samples: Sequence[int]) -> list[list[list[int]]]:
     return [tokens(source, sample) for sample in samples]
+
+
+def new_pages(source: FilesSource, count: int) -> int:
+    """Return the pages that the kernel has to clear for two more blocks of `count` bytes."""
+    for _ in range(3):
+        before, blocks = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, [bytearray(count), bytearray(count)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def trip(source: FilesSource, task: tuple[Path, str, Sequence[int]]) -> list[list[list[int]]]:
@@ -127,6 +137,11 @@ def test_whatever_happens_to_a_worker_no_work_is_lost(source, pool_of, tmp_path,
     time.sleep(0.2)
     pool.close()  # which waits for no worker; the fixture does so again, as the loader of validation
     assert future.exception() is not None
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="of glibc")
+def test_a_worker_uses_memory_again(source: FilesSource, pool_of: Any) -> None:
+    assert pool_of(1, timeout=0).map(new_pages, [6_000_000])[0] < 100, "of 2,930"
 
 
 @pytest.mark.parametrize("fate", ["hung (--data-worker-timeout)", "ended with exit status 3"])
