@@ -279,7 +279,7 @@ def path_of(folder: Path, **programs: str) -> str:
     """Return a PATH on which these programs come first, and `srun` starts one task here."""
     bin_ = folder / "bin"
     bin_.mkdir(exist_ok=True)
-    for name, body in {**programs, "srun": 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"'}.items():
+    for name, body in {"srun": 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"', **programs}.items():
         (bin_ / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (bin_ / name).chmod(0o755)
     return f"{bin_}:{os.environ['PATH']}"
@@ -304,17 +304,35 @@ def received(script: str, folder: Path, **environment: str) -> list[list[str]]:
     return [os.fsdecode(call).split("\0") for call in calls[:-1]]
 
 
-@pytest.mark.parametrize(("before", "after"), [("(null)", "fake2"), ("fake7,fake[8-9]", "fake7,fake[8-9],fake2")])
-def test_nodes_that_were_excluded_stay_out(before: str, after: str, tmp_path: Path) -> None:
+HERE = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "host", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "task"),
+    [("(null)", "fake2", None), ("fake7,fake[8-9]", "fake7,fake[8-9],fake2", None), ("(null)", "fake2", "4")],
+)
+def test_a_job_starts_itself_again_without_the_faulty_node(before: str, after: str, task: str | None, tmp_path: Path):
+    """Nodes that were excluded stay out. The last task of an array has the array's number, and means itself alone."""
     path = path_of(
         tmp_path,
         python='case "$3" in begin) echo file ;; end) echo again fake2 ;; esac',
         scontrol=f'echo "$*" >>{tmp_path}/asked; echo "JobId=1 ReqNodeList=(null) ExcNodeList={before} NumNodes=1"',
     )
-    job = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "host", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    done = subprocess.run(["bash", f"{ROOT}/launch/slurm.sbatch"], env={**job, "PATH": path}, check=False)
+    job = {**HERE, "SLURM_SUBMIT_DIR": str(tmp_path), "PATH": path}
+    job |= {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": task} if task else {}
+    done = subprocess.run(["bash", f"{ROOT}/launch/slurm.sbatch"], env=job, check=False)
     assert done.returncode == 75
-    assert (tmp_path / "asked").read_text().splitlines()[-1] == f"update JobId=1 ExcNodeList={after}"
+    name = f"1_{task}" if task else "1"
+    said = [f"show job --oneliner {name}", f"requeue {name}", f"update JobId={name} ExcNodeList={after}"]
+    assert (tmp_path / "asked").read_text().splitlines()[-3:] == said
+
+
+@pytest.mark.parametrize(("nodes", "cores"), [("96", 96), ("96(x2),48", 48), ("128(x16)", 128)])
+def test_a_task_takes_as_many_cores_as_the_smallest_node_has(nodes: str, cores: int, tmp_path: Path) -> None:
+    path = path_of(tmp_path, scontrol="echo host", srun=f'echo "$1" >>{tmp_path}/asked')
+    job = {**HERE, "SLURM_JOB_CPUS_PER_NODE": nodes, "SLURM_SUBMIT_DIR": str(tmp_path), "PATH": path}
+    subprocess.run(["bash", f"{ROOT}/launch/slurm.sbatch"], env=job, capture_output=True, check=False)
+    assert (tmp_path / "asked").read_text().splitlines()[0] == f"--cpus-per-task={cores}"
 
 
 def by_torchrun(words: list[str]) -> list[str]:
@@ -360,7 +378,7 @@ def test_the_script_of_slurm_passes_values_on(tmp_path: Path) -> None:
                 "SLURM_ARRAY_TASK_ID": str(number),
                 "SLURM_SUBMIT_DIR": str(tmp_path),
             },
-            **{"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "host", "SLURM_NODEID": "0"},
+            **HERE,
         )
         assert by_torchrun(training[training.index("pretrain_vlm.py") + 1 :]) == flags
     missing = subprocess.run(
