@@ -108,9 +108,10 @@ def objects(job: Job, options: argparse.Namespace) -> list[dict[str, Any]]:
         labels = {"app.kubernetes.io/name": "megavlm", "app.kubernetes.io/instance": options.name}
         if options.queue is not None and each is made:
             labels["kueue.x-k8s.io/queue-name"] = options.queue
-        name = f"{options.name}-config" if each["kind"] == "ConfigMap" else options.name
+        # What an earlier job of this name left must not be taken for this job's.
+        names = {"ConfigMap": f"{options.identity}-config", "Service": options.identity}
         namespace = {} if options.namespace is None else {"namespace": options.namespace}
-        each["metadata"] = {"name": name, **namespace, "labels": labels}
+        each["metadata"] = {"name": names.get(each["kind"], options.name), **namespace, "labels": labels}
     return found
 
 
@@ -123,13 +124,13 @@ def _fill_pod(pod: dict[str, Any], job: Job, options: argparse.Namespace) -> Non
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"volume-{number}", "mountPath": path})
     if options.config_file is not None:
-        volumes.append({"name": "config", "configMap": {"name": f"{options.name}-config"}})
+        volumes.append({"name": "config", "configMap": {"name": f"{options.identity}-config"}})
         mounts.append({"name": "config", "mountPath": CONFIG})
     resources = {**options.resources, "nvidia.com/gpu": str(job.processes)}
     own = {
         JOB: options.identity,
         NODES: str(job.nodes),
-        "MASTER_ADDR": f"{options.name}-0.{options.name}",  # the first pod
+        "MASTER_ADDR": f"{options.name}-0.{options.identity}",  # the first pod
         "MASTER_PORT": str(PORT),
     }
     container |= {
@@ -145,7 +146,7 @@ def _fill_pod(pod: dict[str, Any], job: Job, options: argparse.Namespace) -> Non
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
     pod["terminationGracePeriodSeconds"] = options.grace + _AGREEMENT
     optional = {
-        "subdomain": options.name,  # the service, which gives pods names
+        "subdomain": options.identity,  # the service, which gives pods names
         "nodeSelector": dict(options.node_selector) or None,
         "serviceAccountName": options.service_account,
         "priorityClassName": options.priority_class,

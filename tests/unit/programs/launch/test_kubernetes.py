@@ -103,7 +103,7 @@ def test_a_job_that_cannot_run_is_refused_in_one_line(changes: dict, flags: str,
 
 
 def test_a_dry_run_prints_all_that_would_be_created(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path):
-    """A file of --config travels in a ConfigMap."""
+    """A file of --config travels in a ConfigMap. A job of the same name, later, has other ones."""
     monkeypatch.chdir(ROOT)
     config = tmp_path / "run.yaml"
     config.write_text("parallel: {tensor_model_parallel_size: 4}\nrun: {run_dir: /data/run}\n")
@@ -116,5 +116,10 @@ def test_a_dry_run_prints_all_that_would_be_created(capsys: pytest.CaptureFixtur
     (container,) = _pod(job)["containers"]
     assert container["args"][-3:] == ["--", "--config", "/etc/megavlm/run.yaml"]
     assert _environment(job)["NCCL_CROSS_NIC"] == "0"
+    name = _pod(job)["subdomain"]
+    assert job["metadata"]["name"] == "vlm" != name == service["metadata"]["name"]
+    assert _environment(job)["MASTER_ADDR"] == f"vlm-0.{name}"
+    mounted = _pod(job)["volumes"][-1]["configMap"]["name"]
+    assert mounted == config_map["metadata"]["name"] == f"{name}-config"
     assert _environment(job)["SOME_API_KEY"] == "***"
     assert main([*given.split(), "--", "--config", str(config), "--tp", "16"]) == 2
