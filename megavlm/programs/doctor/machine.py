@@ -153,6 +153,14 @@ def output_of(*command: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
+def gpus_here() -> list[str]:
+    """Return the GPUs that this program may use, in the form of CUDA_VISIBLE_DEVICES; empty without GPUs."""
+    listed = output_of("nvidia-smi", "--list-gpus") or ""
+    every = [str(number) for number, line in enumerate(listed.splitlines()) if line.startswith("GPU")]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return every if visible is None or not every else [each for each in visible.split(",") if each]
+
+
 def _with_torch(facts: Facts, *, measure: bool, timeout: float) -> Facts:
     import torch
 

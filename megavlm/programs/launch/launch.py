@@ -8,7 +8,7 @@ import re
 import shlex
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -17,6 +17,7 @@ from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.configuration import configured
 from megavlm.command_line.words import known_flags
 from megavlm.errors import UserError
+from megavlm.programs.doctor.machine import gpus_here
 from megavlm.programs.launch import kubernetes, slurm, vertex
 from megavlm.programs.launch.checks import add_check_options, check_job, pairs, read_profile
 from megavlm.programs.launch.job import VARIABLE, Children, Command, Job, add_agent_options, agent, read_exit
@@ -135,7 +136,7 @@ def _launch_here(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
     check_job(configured(flags, world=job.world), job, gpu=given.gpu, shared=True)
     with tempfile.TemporaryDirectory() as folder:
         exit_file = Path(folder) / "exit"
-        commands = _agents_here(job, port=_free_port(), exit_file=exit_file)
+        commands = _agents_here(job, {**given.variables, VARIABLE: str(exit_file)}, port=_free_port())
         if given.dry_run:
             print(*commands, sep="\n")
             return 0
@@ -145,23 +146,22 @@ def _launch_here(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
     return ended if ended is not None else int(any(statuses))
 
 
-def _agents_here(job: Job, *, port: int, exit_file: Path) -> tuple[Command, ...]:
+def _agents_here(job: Job, variables: Mapping[str, str], *, port: int) -> tuple[Command, ...]:
     """Return the torchrun command of each node, in the order of the nodes; all torchruns meet at `port`.
 
     Nodes share the GPUs of CUDA_VISIBLE_DEVICES, by default all of this machine.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    every = map(str, range(job.world)) if visible is None else visible.split(",")
+    every = gpus_here() or map(str, range(job.world)) if visible is None else visible.split(",")
     gpus = [each for each in every if each not in ("", "-1")]  # none: nodes of CPUs
     if job.nodes > 1 and 0 < len(gpus) < job.world:
-        raise UserError(f"CUDA_VISIBLE_DEVICES={visible} has fewer than {job.world} GPUs: name more, or unset it")
+        raise UserError(f"{job.world} processes need as many GPUs, and {len(gpus)} are visible: ask for fewer")
     commands = []
     for node in range(job.nodes):
         command = agent(job, node, address="127.0.0.1", port=port)
-        variables = {**command.environment, VARIABLE: str(exit_file)}
-        if job.nodes > 1:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[node * job.processes : (node + 1) * job.processes])
-        commands.append(Command(command.words, variables))
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[node * job.processes : (node + 1) * job.processes])}
+        environment = {**command.environment, **variables, **(own if job.nodes > 1 else {})}
+        commands.append(Command(command.words, environment))
     return tuple(commands)
 
 

@@ -11,6 +11,7 @@ import argparse
 import shlex
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, count, reported
@@ -65,6 +66,8 @@ def _check(options: argparse.Namespace, more: Sequence[str], grid: Grid, variant
     if more and options.on == "local":
         raise UserError(f"{more[0]} is no option of this program; options of a scheduler need --on")
     read_profile(options.profile)
+    if options.on == "local" and options.image is not None:
+        raise UserError("--image needs --on slurm: here variants train in the environment of this command")
     if options.on == "local" and grid.nodes > 1:
         raise UserError(f"grid: nodes {grid.nodes} need --on slurm: here a variant trains on this machine")
     job = Job(grid.nodes, grid.processes, ())
@@ -75,7 +78,9 @@ def _check(options: argparse.Namespace, more: Sequence[str], grid: Grid, variant
 def start(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting: Sequence[Variant]) -> int:
     """Train or submit the variants in `waiting`; return the exit status."""
     if options.on == "local":
-        return train_here(grid, waiting, parallel=options.parallel or 1, say=lambda line: print(line, flush=True))
+        profile = () if options.profile is None else ("--profile", options.profile)
+        say = partial(print, flush=True)
+        return train_here(grid, waiting, parallel=options.parallel or 1, say=say, profile=profile)
     write_flags(grid, waiting)
     return slurm.submit(_command(options, more, grid, waiting))
 

@@ -19,7 +19,7 @@ from typing import Literal
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, write_out
 from megavlm.json_files import read_own
-from megavlm.programs.doctor.machine import output_of
+from megavlm.programs.doctor.machine import gpus_here
 from megavlm.programs.launch import slurm
 from megavlm.programs.launch.job import Children, Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant
@@ -76,8 +76,15 @@ def noted(folder: Path) -> dict[str, list[str]]:
     return read_own(folder / _FILE)
 
 
-def train_here(grid: Grid, variants: Sequence[Variant], *, parallel: int, say: Callable[[str], None]) -> int:
-    """Train variants, `parallel` at a time, each on GPUs of its own.
+def train_here(
+    grid: Grid,
+    variants: Sequence[Variant],
+    *,
+    parallel: int,
+    say: Callable[[str], None],
+    profile: Sequence[str] = (),
+) -> int:
+    """Train variants, `parallel` at a time, each on GPUs of its own; `profile` are words for `megavlm launch`.
 
     Return 75 if this process got a signal, else 1 if a variant failed, else 0. A signal is forwarded to the running
     variants, and no other variant starts after it. Raises UserError for too few GPUs.
@@ -95,7 +102,7 @@ def train_here(grid: Grid, variants: Sequence[Variant], *, parallel: int, say: C
         while running or (waiting and not children.asked):
             while waiting and free and not children.asked:
                 variant, own = waiting.pop(0), free.pop(0)
-                running[_started(children, grid, variant, own)] = variant, own
+                running[_started(children, grid, variant, own, profile)] = variant, own
             time.sleep(_LOOK)
             for ended in [each for each in running if each.poll() is not None]:
                 variant, own = running.pop(ended)
@@ -109,21 +116,15 @@ def train_here(grid: Grid, variants: Sequence[Variant], *, parallel: int, say: C
     return STOPPED if children.asked else worst
 
 
-def _started(children: Children, grid: Grid, variant: Variant, gpus: Sequence[str]) -> subprocess.Popen[bytes]:
+def _started(
+    children: Children, grid: Grid, variant: Variant, gpus: Sequence[str], profile: Sequence[str]
+) -> subprocess.Popen[bytes]:
     run_dir = run_dir_of(variant)
-    words = (sys.executable, "-m", "megavlm", "launch", "local", "--gpus-per-node", str(grid.processes), "--")
-    command = Command((*words, *variant.flags), {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+    words = (sys.executable, "-m", "megavlm", "launch", "local", "--gpus-per-node", str(grid.processes), *profile)
+    command = Command((*words, "--", *variant.flags), {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with open_to_append(run_dir.with_name(f"{run_dir.name}.out")) as output:
         return children.start(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
-
-
-def gpus_here() -> list[str]:
-    """Return the GPUs that this program may use, in the form of CUDA_VISIBLE_DEVICES; empty without GPUs."""
-    listed = output_of("nvidia-smi", "--list-gpus") or ""
-    every = [str(number) for number, line in enumerate(listed.splitlines()) if line.startswith("GPU")]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return every if visible is None or not every else [each for each in visible.split(",") if each]
 
 
 def array_command(

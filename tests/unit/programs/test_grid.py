@@ -79,16 +79,18 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"product": {"learning_rat": [1]}}, "variant learning_rat-1: unknown option --learning-rat"),
     ({"product": {"tp": [1, 2, 3]}, "processes": 2}, "variant tp-3: "),
     ({"nodes": 2}, "grid: nodes 2 need --on slurm"),
+    ({"argv": ["--image", "x.sif"]}, "--image needs --on slurm"),
 ]
 
 
 @pytest.mark.parametrize(("values", "line"), MISTAKES, ids=[line for _, line in MISTAKES])
 def test_a_mistake_is_one_line_before_anything_starts(
-    values: dict[str, object], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    values: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "grid.yaml"
-    file.write_text(yaml.safe_dump({"run_dir": str(tmp_path / "runs"), "flags": FLAGS, **values}))
-    assert sweep.main([str(file)]) == 2
+    argv, grid = values.get("argv", []), {name: value for name, value in values.items() if name != "argv"}
+    file.write_text(yaml.safe_dump({"run_dir": str(tmp_path / "runs"), "flags": FLAGS, **grid}))
+    assert sweep.main([str(file), *argv]) == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert line in told
     assert not (tmp_path / "runs").exists()
@@ -188,10 +190,12 @@ def test_variants_beside_one_another_have_gpus_of_their_own(tmp_path: Path, monk
 
         def start(self, command: Command, **more: Any) -> Any:
             given.append(command.environment["CUDA_VISIBLE_DEVICES"])
+            assert command.words[7:10] == ("--profile", "nvlink", "--")
             return super().start(Command(("sh", "-c", f"sleep 0.{len(given)}; exit {int(len(given) == 2)}")), **more)
 
     monkeypatch.setattr(training, "Children", Told)
-    assert training.train_here(grid, variants_of(grid), parallel=2, say=said.append) == 1
+    profile = ("--profile", "nvlink")
+    assert training.train_here(grid, variants_of(grid), parallel=2, say=said.append, profile=profile) == 1
     assert given == ["4,5", "6,7", "4,5"]
     assert said[:2] == ["1 of 3: lr-1 finished", "2 of 3: lr-2 failed with 1: see its .out file"]
     Told.asked = True  # nothing starts after a signal

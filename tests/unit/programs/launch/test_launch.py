@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
-from megavlm.programs.launch import kubernetes, node, slurm
+from megavlm.programs.launch import kubernetes, launch, node, slurm
 from megavlm.programs.launch.attempt import Account
 from megavlm.programs.launch.checks import complaints, filesystem_of, read_profile
 from megavlm.programs.launch.job import Command, Job, agent
@@ -208,21 +208,25 @@ def test_what_only_a_clone_has_is_named(argv: str, capsys: pytest.CaptureFixture
 def test_a_dry_run_prints_what_would_be_sent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(launch, "gpus_here", list)  # none: as where a job is prepared for another machine
     sent = "--nodes 2 --gpus-per-node 2 --dry-run"
     assert main(["slurm", *sent.split(), "--run-dir-is-shared", "--time=60", "--", "--tp", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "MEGAVLM_PROCESSES=2 sbatch --nodes=2 --gpus-per-node=2 --time=60 launch/slurm.sbatch --tp 2"
     ]
-    assert main(["local", *sent.split(), "--", "--tp", "2"]) == 0
+    assert main(["local", *sent.split(), "--profile", "nvlink", "--", "--tp", "2"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert "CUDA_VISIBLE_DEVICES=0,1" in first
     assert "CUDA_VISIBLE_DEVICES=2,3" in second
     assert "--node-rank 1" in second
-    for visible, shown in (("4,5,6,7", "=6,7 "), ("", "='' "), ("4,5", None)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert all(f"{name}={value} " in first for name, value in read_profile("nvlink").items())
+    monkeypatch.setattr(launch, "gpus_here", lambda: ["0", "1"])
+    for visible, shown in ((None, None), ("4,5,6,7", "=6,7 "), ("", "='' "), ("4,5", None)):
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert main(["local", *sent.split(), "--", "--tp", "2"]) == (0 if shown else 2)
         out, err = capsys.readouterr()
-        assert f"CUDA_VISIBLE_DEVICES{shown}" in out or "has fewer than 4 GPUs" in err
+        assert f"CUDA_VISIBLE_DEVICES{shown}" in out or "4 processes need as many GPUs, and 2 are visible" in err
 
 
 def test_torchrun_leaves_its_ranks_the_grace_after_each_signal():
