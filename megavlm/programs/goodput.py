@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.command_line.commands import Parser, reported
-from megavlm.programs.history import ASKED, CAUSES, TRAINING, History, devices_of, duration, past_of
+from megavlm.programs.history import ASKED, CAUSES, TRAINING, History, devices_of, duration, past_of, read_runs
 
 KILLED = "killed"
 
@@ -20,7 +20,7 @@ KILLED = "killed"
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong (reported in one line)."""
     given = _parser().parse_args(argv)
-    summaries = [summary(run.resolve().name, past_of(run)) for run in given.runs]
+    summaries = read_runs(given.runs, lambda run: summary(run.resolve().name, past_of(run)))
     if given.json:
         print(json.dumps({"runs": summaries}, indent=2))
     else:

@@ -8,13 +8,14 @@ last one.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megavlm.errors import UserError
 from megavlm.resilience.events import events, json_lines
@@ -56,6 +57,7 @@ _LARGEST = 1e15  # larger values of a file are taken for damage
 NOTABLE = 0.1  # a rank that is slower than the median by this fraction is slow
 
 
+T = TypeVar("T")
 Moment = tuple[int, Mapping[str, Any]]  # an event and its time, in microseconds since 1970
 
 
@@ -322,6 +324,20 @@ def duration(seconds: float) -> str:
 def records_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl; lines that cannot be read are left out."""
     return json_lines(run_dir / "metrics.jsonl")
+
+def read_runs(folders: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
+    """Read run folders; name on stderr those that cannot be read. Raises UserError if none can be."""
+    found, left_out = list[T](), list[UserError]()
+    for folder in folders:
+        try:
+            found.append(read(folder))
+        except UserError as error:
+            left_out.append(error)
+    if not found:
+        raise left_out[0]
+    print(*(f"left out: {error}\n" for error in left_out), sep="", end="", file=sys.stderr)
+    return found
+
 
 
 def devices_of(starts: Sequence[Mapping[str, Any]]) -> int:

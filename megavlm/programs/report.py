@@ -27,7 +27,7 @@ from megavlm.files import write_out
 from megavlm.html import colour, document, dot, section, table
 from megavlm.json_files import read_own
 from megavlm.metrics.trackers import settings_of, tag_of
-from megavlm.programs.history import devices_of, duration, number, records_of
+from megavlm.programs.history import devices_of, duration, number, read_runs, records_of
 from megavlm.resilience.events import events
 from megavlm.rules.load import from_yaml_file
 
@@ -40,7 +40,7 @@ _NO_CHART = ("/perplexity", "/trained_tokens", "/pairs")  # metrics that the los
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong (reported in one line)."""
     given = _parser().parse_args(argv)
-    write_out("--out", given.out, page([read_run(run) for run in given.runs]))
+    write_out("--out", given.out, page(read_runs(given.runs, read_run)))
     print(f"wrote {given.out}")
     return 0
 

@@ -77,8 +77,10 @@ def test_a_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     two = write_run(tmp_path / "two & more", steps=20, lr="5e-4", speed=180.0)
     out = tmp_path / "deep" / "report.html"
-    assert report.main([str(one), str(two), "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"wrote {out}\n"
+    (tmp_path / "array").mkdir()  # of a sweep on SLURM
+    assert report.main([str(one), str(tmp_path / "array"), str(two), "--out", str(out)]) == 0
+    left_out = f"left out: {tmp_path / 'array'} has no metrics.jsonl with steps: name the folder of a run\n"
+    assert capsys.readouterr() == (f"wrote {out}\n", left_out)
     page = out.read_text()
     text = told(page)
     for expected in ("one", "two & more", "4 × NVIDIA <b>H100</b>", "40.0%", "25.0%", "14.0 GiB", "12.0 GiB", "1 skip"):

@@ -217,8 +217,10 @@ def test_text_and_json_say_what_time_went_to(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "run: 17.4% of 1 min 55 s is training, 17.4% steps that stay; 20 iterations, 1 restart, 1 min 21 s" in said
     assert " 52.2%      60.0 s  hang: " in said
-    assert goodput.main([str(tmp_path / "run"), "--json"]) == 0
-    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert goodput.main([str(tmp_path / "run"), str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    (run,) = json.loads(printed.out)["runs"]
+    assert printed.err.startswith(f"left out: {tmp_path} has no events.jsonl")
     assert run["wall_s"] == sum(run["seconds"].values()) == 115.0
     assert "17.4% of 1 min 55 s is training, 50.0% steps that stay" in goodput._lines({**run, "kept": 0.5})[0]
     assert run["seconds"] == {
