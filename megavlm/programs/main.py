@@ -47,16 +47,17 @@ def program() -> NoReturn:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         sys.argv = [f"megavlm {name}", *rest]
-        run(importlib.import_module(COMMANDS[name][0]).main, teardown=name not in _NO_TEARDOWN)
+        run(lambda argv: importlib.import_module(COMMANDS[name][0]).main(argv), teardown=name not in _NO_TEARDOWN)
     run(lambda argv: _other(name))
 
 
 def run(main: Callable[[Sequence[str]], int], *, teardown: bool = True) -> NoReturn:
     """Run a command with the arguments of the command line and exit with its status.
 
-    If the reader of its output stops early, as `head` does, the command ends without a message. Without `teardown`, the
-    process exits without the interpreter's teardown: during it, gloo's threads sometimes abort, which would change the
-    status, and after an error the interpreter might wait for processes and threads that still run.
+    If the reader of its output stops early, as `head` does, or after Ctrl-C, the command ends of the signal, without a
+    message. Without `teardown`, the process exits without the interpreter's teardown: during it, gloo's threads
+    sometimes abort, which would change the status, and after an error the interpreter might wait for processes and
+    threads that still run.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     escape_unprintable()
@@ -67,6 +68,9 @@ def run(main: Callable[[Sequence[str]], int], *, teardown: bool = True) -> NoRet
         os._exit(2)
     try:
         status = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except Exception:
         if teardown:
             raise

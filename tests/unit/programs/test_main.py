@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,8 +181,12 @@ def start(**streams: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=environment, **streams)  # type: ignore[call-overload]
 
 
-def test_a_locale_without_a_character_stops_nothing() -> None:
-    code = "from megavlm.programs.main import run\nrun(lambda argv: print('2 × 3 …'))"
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [("print('2 × 3 …')", 0, b"2 \\xd7 3 \\u2026\n"), ("exec('raise KeyboardInterrupt')", -signal.SIGINT, b"")],
+)
+def test_a_locale_without_a_character_and_ctrl_c_end_without_a_traceback(command: str, status: int, said: bytes):
+    code = f"from megavlm.programs.main import run\nrun(lambda argv: {command})"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"2 \\xd7 3 \\u2026\n", b"")
