@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.checkpoint.hf.embedding_files import check_predicts
 from megavlm.config.schema import DataConfig, ModelConfig
 from megavlm.data.decode import size_of
 from megavlm.data.file_source import FilesSource
@@ -79,6 +80,7 @@ class Assistant:
     @classmethod
     def load(cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: str = "auto") -> Assistant:
         """Load the model of a Hugging Face folder. Raises UserError for a folder that cannot be used."""
+        check_predicts(folder)
         model = TrainedModel.of(folder, data, device=device, dtype=dtype, said=ModelConfig())
         check_generation(folder / "language" if model.is_own else folder)
         if model.source.chat.template is None:

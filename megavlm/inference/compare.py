@@ -17,9 +17,10 @@ from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.adapters import table_in_memory
 from megavlm.checkpoint.hf.checkpoint_reader import load_checkpoint
+from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.hf.hf_files import DTYPES, transformers_model
 from megavlm.checkpoint.hf.importing import load_weights
-from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
+from megavlm.checkpoint.hf.pretrained import Pretrained, pretrained_of, with_pretrained_model
 from megavlm.checkpoint.summary import model_of, read_summary
 from megavlm.config.derived import usual_side
 from megavlm.config.schema import (
@@ -35,6 +36,7 @@ from megavlm.data.file_source import FilesSource
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Segment
 from megavlm.errors import UserError
+from megavlm.inference.folders import begun_with_head
 from megavlm.inference.parting import Model, Row, beside_transformers, compared, first_parting
 from megavlm.inference.single_process import full_model, single_process_groups
 from megavlm.inputs.bad_sample import BadSample
@@ -57,7 +59,7 @@ class Side:
     config: Config
     chunk: VLMChunk
     kept_in: frozenset[torch.dtype]  # types of its weights in the folder
-    pretrained: Pretrained | None  # None for a run
+    pretrained: Pretrained | None  # None for a run, and for an export in parts
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def compare(
         side_of(path, data, groups, backend, precision=precision, seq_length=seq_length)
         for path, precision in zip(paths, precisions, strict=True)
     )
+    if (scores := objective_of(b.config.model).scores) != objective_of(a.config.model).scores:
+        raise UserError(f"{paths[scores]} is a reward model, and {paths[1 - scores]} is none: compare two of one kind")
     if data is None:
         random = a if a.pretrained is not None else b
         batches = synthetic_batches(
@@ -130,9 +134,9 @@ def side_of(
     seq_length: int | None = None,
 ) -> Side:
     """Load the model of a run, checkpoint or Hugging Face folder. Raises UserError for a folder without a model."""
-    is_folder = (path / "config.json").exists()
-    pretrained: Pretrained | None = None
-    config = Config(checkpoint=CheckpointConfig(init_from=str(path))) if is_folder else _of_run(path)
+    is_folder = (path / "config.json").exists() or is_in_parts(path)
+    loaded: Sequence[Pretrained] = ()
+    config = begun_with_head(path) if is_folder else _of_run(path)
     config = replace(config, precision=PrecisionConfig(precision))  # type: ignore[arg-type]
     if data is None and objective_of(config.model).scores:
         raise UserError(f"{path} is a reward model, which scores answers: name a file of pairs after A and B")
@@ -140,16 +144,18 @@ def side_of(
         only = replace(config.data, kind="files", datasets=(data,), validation=(), validation_split=0.0, shuffle=False)
         config = replace(config, data=only)
     if is_folder:
-        config, pretrained = resolve(with_pretrained_model(config)), Pretrained.of(path, *ALL_PARTS)
-        if data is None and seq_length is None:
-            seq_length = length_of_a_sample(config.model, pretrained.tiling)
+        config = resolve(with_pretrained_model(config))
+        loaded = pretrained_of(config)
+    pretrained = loaded[0] if len(loaded) == 1 else None
+    if loaded and data is None and seq_length is None:
+        seq_length = length_of_a_sample(config.model, None if pretrained is None else pretrained.tiling)
     config = resolve(
         replace(config, train=replace(config.train, seq_length=seq_length or config.train.seq_length or 2048))
     )
     chunk = full_model(config, groups, backend)
-    if pretrained is not None:
-        load_weights([chunk], [pretrained], config, vocab_size=config.model.language.vocab_size)
-        kept = {DTYPES[info.dtype] for info in pretrained.folder.tensors.values()}
+    if loaded:
+        load_weights([chunk], loaded, config, vocab_size=config.model.language.vocab_size)
+        kept = {DTYPES[info.dtype] for each in loaded for info in each.folder.tensors.values()}
     else:
         kept = load_checkpoint([chunk], folders.resolve(path))
     return Side(

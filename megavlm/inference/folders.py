@@ -12,12 +12,11 @@ from pathlib import Path
 
 from megavlm.arch.objectives import objective_of
 from megavlm.checkpoint import folders
-from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_file_of_parts
+from megavlm.checkpoint.hf.embedding_files import begun_with, check_predicts, is_in_parts
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 from megavlm.checkpoint.manifest import MANIFEST
-from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, ObjectiveConfig, TrainConfig
+from megavlm.config.schema import Config, DataConfig, ModelConfig, ObjectiveConfig, TrainConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.family import ALL_PARTS
 from megavlm.files import open_to_append, replace_file
 from megavlm.paths import read_bytes
 from megavlm.program import program
@@ -55,9 +54,7 @@ class ModelFolder:
         train = TrainConfig() if self.seq_length is None else TrainConfig(seq_length=self.seq_length)
         said = Config(data=replace(self.data, kind="files"), train=train)
         if self.is_checkpoint:
-            from megavlm.checkpoint.summary import model_of, read_summary
-
-            saved = model_of(read_summary(self.folder), self.folder)
+            saved = _saved(self.folder)
             objective = objective_of(saved.model)
             if objective.embeds:
                 raise UserError(
@@ -66,24 +63,23 @@ class ModelFolder:
             kept = saved.model.objective if objective.scores else ObjectiveConfig()
             model = replace(saved.model, freeze=None, objective=kept)
             said = replace(said, model=model, lora=saved.lora)
-        elif is_in_parts(self.folder):
-            vision, projector, language = (str(self.folder / part) for part in ALL_PARTS)
-            begun = CheckpointConfig(vision_from=vision, projector_from=projector, language_from=language)
-            said = replace(said, model=read_file_of_parts(self.folder, ModelConfig()), checkpoint=begun)
         else:
-            said = replace(said, checkpoint=CheckpointConfig(init_from=str(self.folder)))
-        if not self.is_checkpoint and self._has_reward_head():
-            said = replace(said, model=replace(said.model, objective=ObjectiveConfig(kind="reward")))
+            check_predicts(self.folder)
+            begun = begun_with_head(self.folder)
+            said = replace(said, model=begun.model, checkpoint=begun.checkpoint)
         config = with_pretrained_model(said, weights=False)
         without = {option.path for option, _ in idle(config)}
         values = {each: value_at(said, each.path) for each in options() if each.path not in without}
         return config, [f"{each.key}={json.dumps(as_data(v))}" for each, v in values.items() if v != each.default]
 
-    def _has_reward_head(self) -> bool:
-        from megavlm.checkpoint.hf.hf_files import HfFolder
-        from megavlm.checkpoint.hf.pretrained import SCORE
 
-        return SCORE in HfFolder(self.folder / "language" if is_in_parts(self.folder) else self.folder).tensors
+def begun_with_head(folder: Path) -> Config:
+    """Return the configuration of a run that begins with a folder (`begun_with`); of a reward model's, to train it."""
+    from megavlm.checkpoint.hf.hf_files import HfFolder
+    from megavlm.checkpoint.hf.pretrained import SCORE
+
+    scores = SCORE in HfFolder(folder / "language" if is_in_parts(folder) else folder).tensors
+    return begun_with(folder, ModelConfig(objective=ObjectiveConfig(kind="reward" if scores else "next-token")))
 
 
 def model_folder(path: Path, *, unexported: bool = False) -> ModelFolder:
@@ -107,6 +103,8 @@ def model_folder(path: Path, *, unexported: bool = False) -> ModelFolder:
             f"{path} has neither a config.json nor a complete checkpoint: name a run folder that has saved, or a "
             "Hugging Face folder"
         ) from error
+    if not unexported and _saved(checkpoint).model.objective.kind == "reward":
+        raise UserError(f"{path} is a reward model, which predicts no token: megavlm logprobs writes scores of answers")
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
     digest, (data, length) = _digest_of(checkpoint), _of_training(run_dir)
     is_kept = unexported and not _begun_with_files(checkpoint)
@@ -165,6 +163,12 @@ def _export(checkpoint: Path, out: Path) -> None:
     backend.activate()
 
     from megavlm.checkpoint.hf.exporting import export_run
+
+    export_run(checkpoint, out, merge=bool(_saved(checkpoint).lora.rank), averaged=False)
+
+
+def _saved(checkpoint: Path) -> Config:
+    """Return the configuration of a checkpoint's model and adapters."""
     from megavlm.checkpoint.summary import model_of, read_summary
 
     saved = model_of(read_summary(checkpoint), checkpoint)

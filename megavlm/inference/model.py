@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_file_of_parts
+from megavlm.checkpoint.hf.embedding_files import begun_with, is_in_parts
 from megavlm.checkpoint.hf.hf_files import DTYPES, transformers_model
 from megavlm.checkpoint.hf.pretrained import Pretrained, pretrained_of, with_pretrained_model
-from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
+from megavlm.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Sample
@@ -57,11 +57,11 @@ class TrainedModel:
         `said` has model options that the folder's own configuration lacks. Raises UserError for a folder that cannot be
         used.
         """
+        given = with_pretrained_model(replace(begun_with(folder, said), data=data))
         if is_in_parts(folder):
-            config = _config_of_parts(folder, data, said, dtype)
+            config = resolve(replace(given, precision=PrecisionConfig(_precision_of(given, dtype))))
             return cls(folder, config, _source_of(config), None, device, dtype)
-        given = Config(model=said, checkpoint=CheckpointConfig(init_from=str(folder)), data=data)
-        config, pretrained = resolve(with_pretrained_model(given)), Pretrained.of(folder, *ALL_PARTS)
+        config, pretrained = resolve(given), Pretrained.of(folder, *ALL_PARTS)
         if problems := pretrained.problems():
             raise UserError(f"{folder} does not contain the model that its config.json describes: {problems[0]}")
         return cls(folder, config, _source_of(config), pretrained, device, dtype)
@@ -106,17 +106,13 @@ def _source_of(config: Config) -> FilesSource:
         raise UserError(said) from error
 
 
-def _config_of_parts(folder: Path, data: DataConfig, said: ModelConfig, dtype: str) -> Config:
-    vision, projector, language = (str(folder / part) for part in ALL_PARTS)
-    found = CheckpointConfig(vision_from=vision, projector_from=projector, language_from=language)
-    config = with_pretrained_model(Config(model=read_file_of_parts(folder, said), checkpoint=found, data=data))
-    if dtype == "auto":
-        (words,) = (each.folder for each in pretrained_of(config) if "language" in each.parts)
-        types = {DTYPES[info.dtype] for info in words.tensors.values()} & _PRECISIONS.keys()
-        chosen = types.pop() if len(types) == 1 else torch.float32
-    else:
-        chosen = getattr(torch, dtype)
-    return resolve(replace(config, precision=PrecisionConfig(_PRECISIONS[chosen])))
+def _precision_of(config: Config, dtype: str) -> Literal["fp32", "bf16", "fp16"]:
+    """Return the precision in which megavlm runs an export in parts: `dtype`, or that of the language model's files."""
+    if dtype != "auto":
+        return _PRECISIONS[getattr(torch, dtype)]
+    (words,) = (each.folder for each in pretrained_of(config) if "language" in each.parts)
+    types = {DTYPES[info.dtype] for info in words.tensors.values()} & _PRECISIONS.keys()
+    return _PRECISIONS[types.pop()] if len(types) == 1 else "fp32"
 
 
 def _own_module(config: Config, device: torch.device) -> Any:

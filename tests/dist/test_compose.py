@@ -27,7 +27,7 @@ from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
 from megavlm.families import FAMILIES
 from megavlm.inference.assistant import Assistant
-from megavlm.programs import chat, convert
+from megavlm.programs import chat, compare, convert
 from megavlm.programs.evaluation import evaluate
 from megavlm.rules.load import from_yaml_file
 from tests.support import hf, tokenizers
@@ -330,4 +330,5 @@ def test_every_other_connector_answers_by_megavlms_own_model(pools, kind, tmp_pa
         assert [each["answer"] for each in results["tasks"]["questions"]["answers"]] == [answer]
         capsys.readouterr()
     assert len(answers) == 1
+    assert compare.main([str(run), str(out)]) == 0
     assert chat.main([str(out), *question, "--temperature", "5"]) == 0

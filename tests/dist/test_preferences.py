@@ -21,6 +21,7 @@ from megavlm.data.sample_encoder import Encoder
 from megavlm.data.types import POSITIVE, ROLE
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.model.vlm import bare_chunk
+from megavlm.programs.chat import main as chat
 from megavlm.programs.compare import main as compare
 from megavlm.programs.convert import main as convert
 from tests.support.covering import fast_and_slow, slow
@@ -255,6 +256,11 @@ def test_an_export_scores_as_training_does(pools, tmp_path, capsys, adapted):
         assert convert(["verify", str(out), str(run_dir)]) == 0
     assert compare([str(run_dir), str(out)]) == 2
     assert "name a file of pairs" in capsys.readouterr().err
+    assert compare([str(run_dir), str(out), str(tmp_path / "pairs.jsonl")]) == 0
+    assert compare([str(run_dir), str(model), str(tmp_path / "pairs.jsonl")]) == 2
+    assert f"{run_dir} is a reward model, and {model} is none" in capsys.readouterr().err
+    assert chat([str(run_dir), "--prompt", "?"]) == 2
+    assert f"{run_dir} is a reward model" in capsys.readouterr().err
     ((texts, ours),) = pools(1).run(scores_of_training, [*argv, *adapted.split(), "--train-iters", "3"], str(run_dir))
     theirs = AutoModelForImageTextToText.from_pretrained(out).model
     weight = next(load_file(file)["score.weight"] for file in out.glob("*.safetensors"))

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, sidecars
 from megavlm.command_line.parsing import parse
+from megavlm.config.schema import DataConfig
 from megavlm.errors import UserError
+from megavlm.inference.folders import ModelFolder
 from megavlm.programs import chat, compare, convert
 from megavlm.rules.check import check
 from tests.support import hf
@@ -74,13 +76,24 @@ def test_a_reward_model_answers_no_questions(folder, capsys, says):
     """Its vocabulary is not trained; `verify` compares it all the same."""
     change_weights(folder, lambda weights: weights.update({"score.weight": torch.zeros(1, 32)}))
     change_config(folder, **says)
-    for main, words in ((chat.main, ["--prompt", "?"]), (compare.main, [str(folder)])):
+    for main, words, remedy in (
+        (chat.main, ["--prompt", "?"], "megavlm logprobs"),
+        (compare.main, [str(folder)], "name a file of pairs"),
+    ):
         assert main([str(folder), *words]) == 2
         (said,) = capsys.readouterr().err.splitlines()
         assert "is a reward model" in said
-        assert "megavlm logprobs" in said
+        assert remedy in said
     if not says:
         assert convert.main(["verify", str(folder)]) == 0
+
+
+def test_an_embedding_model_answers_no_questions(folder, capsys, tmp_path):
+    (folder / "megavlm_embedding.json").write_text("{}")
+    assert chat.main([str(folder), "--prompt", "?"]) == 2
+    assert "megavlm embed writes its vectors" in capsys.readouterr().err
+    with pytest.raises(UserError, match="was trained to embed, and predicts no token"):
+        ModelFolder(folder, DataConfig(), "", tmp_path).as_run()
 
 
 def pickled(folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 from megavlm.config.registry import registered
-from megavlm.config.schema import ModelConfig, ObjectiveConfig
+from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, ObjectiveConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
 from megavlm.files import replace_file
@@ -57,14 +57,27 @@ def is_in_parts(folder: Path) -> bool:
     )
 
 
-def read_file_of_parts(folder: Path, model: ModelConfig) -> ModelConfig:
-    """Return `model` with the settings of `megavlm_parts.json`. Raises UserError for invalid values."""
+def begun_with(folder: Path, said: ModelConfig) -> Config:
+    """Return the configuration of a run that begins with a Hugging Face folder or an export in parts; `said` are model
+    options that no config.json has. Raises UserError for invalid values in `megavlm_parts.json`.
+    """
+    if not is_in_parts(folder):
+        return Config(model=said, checkpoint=CheckpointConfig(init_from=str(folder)))
     beside = read_json(folder / PARTS_FILE)
     kinds = {"vision_feature_layer": whole(-(2**20), 2**20), "image_token": whole(0, 2**31)}
     check(beside, kinds, str(folder / PARTS_FILE))
     layer = beside.get("vision_feature_layer")
-    vision = model.vision if layer is None else replace(model.vision, feature_layer=layer)
-    return replace(model, vision=vision, image_token=beside.get("image_token"))
+    vision = said.vision if layer is None else replace(said.vision, feature_layer=layer)
+    model = replace(said, vision=vision, image_token=beside.get("image_token"))
+    vision_from, projector_from, language_from = (str(folder / part) for part in ALL_PARTS)
+    parts = CheckpointConfig(vision_from=vision_from, projector_from=projector_from, language_from=language_from)
+    return Config(model=model, checkpoint=parts)
+
+
+def check_predicts(folder: Path) -> None:
+    """Raise UserError for an exported embedding model, whose output layer was not trained."""
+    if (folder / FILE).is_file():
+        raise UserError(f"{folder} was trained to embed, and predicts no token: megavlm embed writes its vectors")
 
 
 def read_embedding_file(folder: Path) -> ModelConfig:
