@@ -7,7 +7,8 @@ d ≤ (C·u + S·u₃₂)·√n. C and S stand for the operations of a layer and
 families (`tests/parity/test_hf_parts.py` checks them). The first layer that differs is compared module by module.
 
 Between experts with nearly the same score rounding decides, and outputs then differ by much more. So tokens of the
-second model take the experts that they take in the first, if rounding explains how their scores differ.
+second model (of ours, beside Transformers) take the experts that they take in the other, if rounding explains that
+these have not its best scores.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -118,9 +120,11 @@ def beside_transformers(
     pairs = {name: other for name, other in pairs.items() if name in known and other in there}
     rows = _Rows()
     for batch, given in batches:
-        with torch.no_grad(), _recorded({other: there[other] for other in pairs.values()}) as values:
-            theirs(**given, use_cache=False)
-        for name, value in _outputs(ours.chunk, batch, {name: known[name] for name in pairs}).items():
+        with _experts_of(there, ours.chunk, table, allowed):
+            with torch.no_grad(), _recorded({other: there[other] for other in pairs.values()}) as values:
+                theirs(**given, use_cache=False)
+            found = _outputs(ours.chunk, batch, {name: known[name] for name in pairs})
+        for name, value in found.items():
             other = values.get(pairs[name])
             if other is not None and other.shape[-1] == value.shape[-1] and other.numel() == value.numel():
                 apart = difference(_sorted(value), _sorted(other))
@@ -166,39 +170,66 @@ class _Rows:
 
 
 class _Experts:
-    """Records or replays the experts that a router chooses (megatron-core calls `get_replay_topk`), pass by pass."""
+    """Records the experts that a router chooses (megatron-core calls `get_replay_topk`), or replays those of another
+    model, pass by pass, where rounding explains that these have not the best scores here.
+    """
 
-    def __init__(self, *, replayed: _Experts | None = None, allowed: float = 0.0) -> None:
-        """Take the best experts or, of `replayed`, the same if scores differ from its by at most `allowed`."""
+    def __init__(self, *, replayed: deque[Tensor] | None = None, allowed: float = 0.0) -> None:
+        """Take the best experts or, where scores differ by at most `allowed`, those of `replayed`."""
         self._replayed, self._allowed = replayed, allowed
-        self.passes = deque[tuple[Tensor, Tensor]]()  # scores [T, E] and chosen experts [T, k]
+        self.passes = deque[Tensor]()  # chosen experts [T, k]
 
     def get_replay_topk(self, scores: Tensor, k: int, *groups: Any) -> tuple[Tensor, Tensor]:
         """Return scores and numbers of each token's experts; `groups` ends with the function that finds the best."""
         *limits, best_of = groups
         best, chosen = best_of(scores, k, *limits)
-        if self._replayed is None:
-            self.passes.append((scores.detach(), chosen))
+        self.passes.append(chosen)
+        others = self._replayed.popleft() if self._replayed else chosen
+        if others.shape != chosen.shape:
             return best, chosen
-        theirs, others = self._replayed.passes.popleft()
-        if difference(scores.detach().float(), theirs.float()) <= self._allowed:
-            return scores.gather(1, others), others
-        return best, chosen
+        theirs = scores.gather(1, others)
+        apart = difference(*(each.detach().float().sort().values for each in (theirs, best)))
+        return (theirs, others) if apart <= self._allowed else (best, chosen)
 
 
 @contextmanager
 def _same_experts(a: VLMChunk, b: VLMChunk, allowed: _Allowance) -> Iterator[None]:
     """Let tokens take the same experts in `b` as in `a`, which runs first, where rounding explains other scores."""
-    routers = {name: module for name, module in b.named_modules() if isinstance(module, Router)}
-    pairs = [(module, routers[name], name) for name, module in a.named_modules() if name in routers]
+    routers = _routers(b)
+    pairs = [(module, routers[name], name) for name, module in _routers(a).items() if name in routers]
     try:
         for ours, theirs, name in pairs:
             ours.replay = _Experts()
-            theirs.replay = _Experts(replayed=ours.replay, allowed=allowed.after(1 + _layer_of(a, name)))
+            theirs.replay = _Experts(replayed=ours.replay.passes, allowed=allowed.after(1 + _layer_of(a, name)))
         yield
     finally:
         for ours, theirs, _ in pairs:
             ours.replay = theirs.replay = None
+
+
+@contextmanager
+def _experts_of(there: Mapping[str, nn.Module], ours: VLMChunk, table: Table, allowed: _Allowance) -> Iterator[None]:
+    """Do as `_same_experts` with Transformers' model, whose modules are `there`, which runs first."""
+    with ExitStack() as stack:
+        for name, router in _routers(ours).items():
+            parents = accumulate(table[f"{name}.weight"].hf_names[0].split("."), "{}.{}".format)
+            found = [there[place] for parent in parents if (place := f"{parent}.experts") in there]
+            if found:
+                taken = deque[Tensor]()
+                hook = found[-1].register_forward_pre_hook(partial(_note_choice, taken), with_kwargs=True)
+                stack.callback(hook.remove)
+                router.replay = _Experts(replayed=taken, allowed=allowed.after(1 + _layer_of(ours, name)))
+                stack.callback(setattr, router, "replay", None)
+        yield
+
+
+def _note_choice(taken: deque[Tensor], module: nn.Module, *given: Any) -> None:
+    """Append the experts that Transformers gives to their module, between hidden states and weights."""
+    taken.extend(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64)
+
+
+def _routers(chunk: VLMChunk) -> dict[str, Router]:
+    return {name: module for name, module in chunk.named_modules() if isinstance(module, Router)}
 
 
 def _inputs(rows: _Rows, ours: MicroBatch, theirs: MicroBatch) -> None:

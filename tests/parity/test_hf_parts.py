@@ -522,10 +522,13 @@ def test_rounding_is_no_parting(folders: Folders, family: str) -> None:
     rows = compared(Model(right.chunk, HALF), Model(half.chunk, HALF), [(each, each) for each in batches])
     assert first_parting(rows) is None
     assert max(row.difference for row in rows) > 1e-4
-    inputs, theirs = right.pretrained.family.inputs, transformers_model(right.pretrained.folder.path)
+    inputs, folder = right.pretrained.family.inputs, right.pretrained.folder.path
     assert inputs is not None
     table = table_in_memory(right.pretrained.family, right.config.model)
     pairs = [(each, inputs(each, right.config.model)) for each in batches]
+    theirs = transformers_model(folder, dtype=torch.bfloat16)
+    assert first_parting(beside_transformers(Model(half.chunk, HALF), theirs, table, pairs)) is None
+    theirs = transformers_model(folder)
     rows = beside_transformers(Model(right.chunk, SINGLE_PRECISION), theirs, table, pairs)
     assert first_parting(rows) is None
     parts = {"vision", "language"} if right.config.model.vision.num_layers else {"language"}
