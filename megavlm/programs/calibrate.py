@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.configuration import configured
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -53,10 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="fp32", help="Data type of the measured layers."
     )
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="Measurements of each size per round.")
+    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="Measurements of each size per round.")
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=count,
         default=3,
         metavar="N",
         help="Rounds over all sizes; medians over rounds cancel slow drifts of speed.",

@@ -15,7 +15,7 @@ from html import escape
 from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.configuration import configured
 from megavlm.config.schema import Config
 from megavlm.data.file_source import FilesSource
@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
         is_config = Path(rest[0].partition(",")[0]).suffix in (".yaml", ".yml")
         rest = ["--config" if is_config else "--datasets", *rest]
     config = configured(rest, world=None)  # a preview does not depend on the layout
+    if not config.data.datasets:
+        raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
     if options.tokens is not None:
         return _tokens(config, options.tokens, most=options.samples)
     names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")
-    parser.add_argument("--samples", type=int, default=24, help="Number of samples shown in full.")
+    parser.add_argument("--samples", type=count, default=24, help="Number of samples shown in full.")
     parser.add_argument(
         "--tokens",
         nargs="?",
@@ -108,10 +110,8 @@ def _tokens(config: Config, file: str, *, most: int) -> int:
 def page(config: Config, *, most: int, title: str) -> str:
     """Return the HTML page, with at most `most` samples in full; text from the data is escaped.
 
-    Raises UserError if the run has no `--datasets` or they cannot be opened.
+    Raises UserError if the data sets cannot be opened.
     """
-    if not config.data.datasets:
-        raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
     source = FilesSource(config)
     records = source.first_window()
     usable = [record for record in records if record.samples]
@@ -166,13 +166,13 @@ def skipped_samples(skipped: Sequence[Skipped], read: int) -> str:
     whole = sum(not skip.partly for skip in skipped)
     parts = [f"<p>{whole:,} of {read:,} samples ({whole / max(read, 1):.1%}).</p>"]
     counts = Counter((str(skip.reason), skip.partly) for skip in skipped)
-    for (reason, partly), count in counts.most_common():
+    for (reason, partly), number in counts.most_common():
         examples = [skip for skip in skipped if (str(skip.reason), skip.partly) == (reason, partly)]
         listed = "".join(
             f"<li><b>{escape(skip.label)}</b> {escape(skip.detail)}</li>" for skip in examples[:_MOST_SKIPPED]
         )
         note = " <span>in part</span>" if partly else ""
-        parts.append(f"<details><summary><b>{count:,}</b> {escape(reason)}{note}</summary><ul>{listed}</ul></details>")
+        parts.append(f"<details><summary><b>{number:,}</b> {escape(reason)}{note}</summary><ul>{listed}</ul></details>")
     return "".join(parts)
 
 

@@ -195,7 +195,7 @@ def test_both_forms_of_a_prompt(name: str, tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["glm4v", *map(slow, ("qwen2.5-vl", "qwen3-vl", "internvl", "onevision", "gemma4", "exaone4.5", "minicpmv-4.7"))],
+    ["glm4v", *map(slow, "qwen2.5-vl qwen3-vl internvl onevision gemma4 exaone4.5 minicpmv-4.7 kimi".split())],
 )
 def test_a_server_is_given_a_video_as_its_template_writes_it(name: str, tmp_path: Path, capsys: Any) -> None:
     folder, _, processor = whole_folder(name, tmp_path)

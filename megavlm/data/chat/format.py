@@ -177,9 +177,10 @@ class ChatFormat:
     @cached_property
     def video_text(self) -> str | None:
         """Return what the template writes for a part {"type": "video"}; None if nothing, or if it takes no parts."""
-        said, kinds = {"type": "text", "text": "\ue000"}, ("image", "video")
+        said = {"type": "text", "text": "\ue000"}
+        own = {"type": "text", "text": self.placeholder} if self.videos_as_text else {"type": "image"}
         try:
-            given = [[{"role": "user", "content": [{"type": kind}, said]}] for kind in kinds]
+            given = [[{"role": "user", "content": [part, said]}] for part in (own, {"type": "video"})]
             image, video = (self._template().render(each) if self.in_parts else "" for each in given)
         except TemplateError:
             return None

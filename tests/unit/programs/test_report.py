@@ -268,13 +268,13 @@ def test_the_tool(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([str(config), "--out", str(out), "--packing-window", "32"]) == 0
     assert "book" in told(out.read_text(encoding="utf-8"))
     capsys.readouterr()
-    assert main(["--seq-length", "64"]) == 2
+    assert main(["--seq-length", "64"]) == main(["--seq-length", "64", "--tokens"]) == 2
     assert main([str(tmp_path / "none.yaml")]) == 2
     assert main([f"{tmp_path}/none.json,image_root={tmp_path}"]) == 2
     said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 3
-    assert "--datasets" in said[0]
-    assert said[2].startswith("megavlm preview: --datasets")
+    assert len(said) == 4
+    assert all("--datasets" in each for each in said[:2])
+    assert said[3].startswith("megavlm preview: --datasets")
 
 
 def test_frames_of_a_video_have_their_times() -> None:
