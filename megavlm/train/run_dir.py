@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 import uuid
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import megavlm
+from megavlm.arch.objectives import SCORER
 from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.checkpoint.hf.compose import composed_config, note_channels, write_composed_sidecar, write_part_sidecars
@@ -74,6 +76,9 @@ def _leave_sign(run_dir: Path) -> str:
 
 def configuration(config: Config) -> str:
     """Return `config.yaml`: the options as given, and the values that `start_defaults` gave the others."""
+    objective = config.model.objective
+    if objective.kind == SCORER:
+        config = replace(config, model=replace(config.model, objective=replace(objective, kind="reward")))
     return to_yaml(with_start_defaults(config))
 
 

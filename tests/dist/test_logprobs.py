@@ -27,6 +27,7 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.parallel.groups import destroy_groups
 from megavlm.programs import logprobs
 from megavlm.programs.logprobs import _row, _run_words, _write_rows
+from megavlm.rules.load import from_yaml_file
 from megavlm.train.token_scores import scored_batches
 from tests.support import hf
 from tests.support.covering import slow
@@ -255,6 +256,7 @@ def test_a_reward_model_from_random_weights_ranks_as_its_validation(pools, tmp_p
     pools(1).run(train, [*argv, *"--num-workers 0 --train-iters 2".split()], str(tmp_path / "run"))
     pools(1).run(write, [str(tmp_path / "run"), data, "--out", str(tmp_path / "out"), "--num-workers", "0"])
     state, last = json.loads((tmp_path / "out/position.json").read_text()), metrics(tmp_path / "run")[-1]
+    assert from_yaml_file(tmp_path / "out/run/config.yaml").model.objective.kind == "reward"
     assert state["pairs"] > 4
     assert state["right"] / state["pairs"] == pytest.approx(last["validation/reward_accuracy"])
     assert state["margins"] / state["pairs"] == pytest.approx(last["validation/reward_margin"], rel=1e-5)
