@@ -11,7 +11,7 @@ from megavlm.errors import UserError
 from megavlm.inference.assistant import Talk
 from megavlm.inference.folders import model_folder
 from megavlm.inputs.bad_sample import BadSample
-from megavlm.programs.model_options import add_model_options, assistant_of, sampling_of
+from megavlm.programs.model_options import add_model_options, assistant_of, memory_reported, sampling_of
 from megavlm.rules.extensions import without_extensions
 
 _KINDS = ("image", "video", "audio")
@@ -27,11 +27,12 @@ def main(argv: Sequence[str]) -> int:
         found = model_folder(given.model)
         talk = Talk(assistant_of(given, found), sampling, system=given.system)
         _show_first(given, talk)
-        if given.prompt is None:
-            _converse(talk)
-        else:
-            talk.answer(given.prompt, _show)
-            print()
+        with memory_reported():
+            if given.prompt is None:
+                _converse(talk)
+            else:
+                talk.answer(given.prompt, _show)
+                print()
     except BadSample as error:
         raise UserError(error.detail) from error
     return 0

@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.schema import DatasetConfig
@@ -24,7 +23,7 @@ from megavlm.errors import UserError
 from megavlm.files import check_folder, open_new, replace_file
 from megavlm.inference.embedder import Embedder
 from megavlm.inference.folders import model_folder
-from megavlm.programs.model_options import add_folder_options, device_of
+from megavlm.programs.model_options import add_folder_options, device_of, memory_reported
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.fields import record_of_word
 
@@ -32,11 +31,9 @@ from megavlm.rules.fields import record_of_word
 @reported("embed")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument or a record is wrong (reported in one line)."""
-    try:
-        given = _parser().parse_args(without_extensions(argv))
+    given = _parser().parse_args(without_extensions(argv))
+    with memory_reported(given.batch_size):
         _embed(given)
-    except torch.OutOfMemoryError:
-        raise UserError(f"out of memory at --batch-size {given.batch_size}: give a smaller one") from None
     return 0
 
 

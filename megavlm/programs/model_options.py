@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +75,16 @@ def device_of(name: str | None, *, local_rank: int = 0) -> torch.device:
             f"--device {name}: this machine has {torch.cuda.device_count()} GPUs; use cpu or another number"
         )
     return device
+
+@contextmanager
+def memory_reported(batch_size: int = 1) -> Iterator[None]:
+    """Raise UserError with a remedy for a device without memory, as of questions answered `batch_size` at a time."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        smaller = f"give a smaller --batch-size than {batch_size}, " if batch_size > 1 else "use "
+        raise UserError(f"out of memory: {smaller}--dtype bfloat16, or --device cpu") from None
+
 
 
 def assistant_of(given: argparse.Namespace, found: ModelFolder, *, local_rank: int = 0) -> Assistant:

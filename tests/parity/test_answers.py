@@ -20,10 +20,12 @@ from megavlm.config.schema import DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Conversation, ImageRef, Role, Segment, Turn, VideoRef
+from megavlm.errors import UserError
 from megavlm.inference.assistant import Assistant, Sampling
 from megavlm.inference.folders import _of_training
 from megavlm.programs import chat, preview
 from megavlm.programs.evaluation import evaluate
+from megavlm.programs.model_options import memory_reported
 from megavlm.rules.fields import with_values
 from megavlm.train.generate import generate
 from tests.support import hf
@@ -346,6 +348,12 @@ def test_a_mistake_is_one_line(model: Path, flags: str, says: str, capsys: pytes
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megavlm chat: ")
     assert says in line
+
+
+@pytest.mark.parametrize(("batch", "says"), [(8, "give a smaller --batch-size than 8, --dty"), (1, "y: use --dty")])
+def test_a_device_without_memory_is_told_with_what_can_be_smaller(batch: int, says: str) -> None:
+    with pytest.raises(UserError, match=says), memory_reported(batch):
+        raise torch.OutOfMemoryError
 
 
 def test_an_answer_is_what_follows_its_thoughts(monkeypatch: pytest.MonkeyPatch) -> None:

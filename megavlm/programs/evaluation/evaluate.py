@@ -17,8 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megavlm.command_line.commands import Parser, count, progress, reported
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
@@ -27,7 +25,7 @@ from megavlm.programs.evaluation.answers import AnswerFolder, ask, refuse_unread
 from megavlm.programs.evaluation.metrics import METRICS
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import Task, check_names, read_task, task_option
-from megavlm.programs.model_options import add_model_options, assistant_of, sampling_of
+from megavlm.programs.model_options import add_model_options, assistant_of, memory_reported, sampling_of
 from megavlm.rules.extensions import without_extensions
 from megavlm.world import World, world_of
 
@@ -38,13 +36,12 @@ _PAUSE = 1.0  # seconds between two looks at the answers of other processes
 @reported("evaluate")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong or cannot be used (reported in one line)."""
-    world, given = World(), argparse.Namespace()
+    world = World()
     try:
         given = _parser().parse_args(without_extensions(argv))
         world = world_of(os.environ)
-        _evaluate(given, world)
-    except torch.OutOfMemoryError:
-        raise UserError(f"out of memory at --batch-size {given.batch_size}: give a smaller one") from None
+        with memory_reported(given.batch_size):
+            _evaluate(given, world)
     except UserError as error:
         if world.rank:
             time.sleep(error.wait)  # if rank 0 fails alike, torchrun ends this rank before it prints the same error
