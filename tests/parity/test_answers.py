@@ -443,6 +443,7 @@ def test_a_task_is_scored_and_continued_by_any_number_of_processes(model, assist
 def test_a_run_has_its_results_beside_its_checkpoints(model: Path, run: Path, assistant: Assistant) -> None:
     file = questions(model, assistant)
     shutil.copy(file, model.parent / "more.jsonl")
-    assert evaluate.main([str(run), "--task", str(file), str(model.parent / "more.jsonl"), "--limit", "1", *SHORT]) == 0
+    for task in (file, model.parent / "more.jsonl"):  # one after the other
+        assert evaluate.main([str(run), "--task", str(task), "--limit", "1", *SHORT]) == 0
     results = json.loads((run / "evaluations/iter_0000000/results.json").read_text())
     assert [task["scores"][0]["mean"] for task in results["tasks"].values()] == [1.0, 1.0]

@@ -113,18 +113,21 @@ class AnswerFolder:
         self._file = path / f"answers-{rank}.jsonl"
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings of the answers to the folder. Raises UserError if its answers have other settings."""
+        """Write the settings of the answers to the folder, beside tasks that it has answers to. Raises UserError if its
+        answers have other settings.
+        """
         file = self.path / SETTINGS
         self.path.mkdir(parents=True, exist_ok=True)
         wanted = json.loads(json.dumps(settings))
         if file.exists():
             saved = read_json(file)
-            if changed := next((name for name in wanted if saved.get(name) != wanted[name]), None):
+            new = {name for name in wanted if name.startswith("task ") and name not in saved}
+            if changed := next((name for name in wanted if name not in new and saved.get(name) != wanted[name]), None):
                 raise UserError(
                     f"{self.path} has answers with another {changed}: continue with the same, name another folder with "
                     "--out, or delete this one"
                 )
-            return
+            wanted = saved | wanted
         replace_file(file, json.dumps(wanted, indent=2) + "\n")
 
     def read(self) -> dict[tuple[str, int], Answer]:

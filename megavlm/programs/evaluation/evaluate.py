@@ -21,6 +21,7 @@ from megavlm.command_line.commands import Parser, count, progress, reported
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
 from megavlm.inference.folders import model_folder
+from megavlm.json_files import read_json
 from megavlm.programs.evaluation.answers import AnswerFolder, ask, refuse_unreadable, remaining
 from megavlm.programs.evaluation.metrics import METRICS
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
@@ -136,10 +137,12 @@ def _report(given: argparse.Namespace, tasks: Sequence[Task], folder: AnswerFold
     found = [(task, scored(task, answers)) for task in tasks]
     about = [("model", str(given.model)), ("answers", f"at most {given.max_new_tokens} tokens")]
     page = failures_page(f"Answers of “{given.model.resolve().name}”", about, found, most=given.failures)
-    results = results_json(found, {"model": str(given.model), **settings})
-    replace_file(folder.path / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    results, file = results_json(found, {"model": str(given.model), **settings}), folder.path / "results.json"
+    before = read_json(file) if file.is_file() else {}  # of other tasks, with the same settings
+    results |= {name: {**before.get(name, {}), **results[name]} for name in ("settings", "tasks")}
+    replace_file(file, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     replace_file(folder.path / "failures.html", page)
     for task, mine in found:
         for score in scores_of(mine):
             print(f"{task.name}: {score}")
-    print(f"wrote {folder.path / 'results.json'} and {folder.path / 'failures.html'}")
+    print(f"wrote {file} and {folder.path / 'failures.html'}")

@@ -156,8 +156,11 @@ def test_answers_are_continued_after_a_line_was_cut_short(file: Path, tmp_path: 
     first.append([Answer(task.name, 1, "B"), Answer(task.name, 2, "40")])
     assert remaining([task], first) == []
     assert first.read()[task.name, 0].text == "\ud800\u2028cat\n"
-    with pytest.raises(UserError, match="another weights"):
-        first.claim({"weights": "y"})
+    for tasks in ({"task a": "1"}, {"task b": "2"}):  # questions of another task are no others
+        first.claim({"weights": "x", **tasks})
+    for changed, settings in (("weights", {"weights": "y"}), ("task a", {"weights": "x", "task a": "3"})):
+        with pytest.raises(UserError, match=f"another {changed}"):
+            first.claim(settings)
 
 
 OF_ANSWERS = "model.safetensors chat_template.jinja tokenizer.json tokenizer.model preprocessor_config.json"
