@@ -82,18 +82,18 @@ def begun_with_head(folder: Path) -> Config:
     return begun_with(folder, ModelConfig(objective=ObjectiveConfig(kind="reward" if scores else "next-token")))
 
 
-def model_folder(path: Path, *, unexported: bool = False) -> ModelFolder:
-    """Return the Hugging Face folder at `path`, or for a run the export of its newest checkpoint; if `unexported`, the
+def model_folder(place: str | Path, *, unexported: bool = False) -> ModelFolder:
+    """Return the Hugging Face folder at `place`, or for a run the export of its newest checkpoint; if `unexported`, the
     checkpoint itself for a run that did not begin with a Hugging Face folder.
 
-    A Hugging Face folder may be an export in parts, or a name on the hub. The export of a run is
+    A Hugging Face folder may be an export in parts, a URL, or a name on the hub. The export of a run is
     `RUN_DIR/exports/iter_…` with adapters merged; it is written if it is missing or has other weights, which a line on
-    stderr tells. Raises UserError if `path` is neither such a folder nor a run with a checkpoint, or if the run cannot
+    stderr tells. Raises UserError if `place` is neither such a folder nor a run with a checkpoint, or if the run cannot
     be exported.
     """
-    given, path = path, local_path(str(path), "MODEL")
+    path = local_path(str(place), "MODEL")
     if (path / "config.json").is_file() or is_in_parts(path):
-        return ModelFolder(path, DataConfig(), _digest_of_files(path), Path("evaluations") / given.resolve().name)
+        return ModelFolder(path, DataConfig(), _digest_of_files(path), Path("evaluations", Path(place).resolve().name))
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: name a run folder, or a Hugging Face folder with a config.json")
     try:
@@ -171,8 +171,7 @@ def _saved(checkpoint: Path) -> Config:
     """Return the configuration of a checkpoint's model and adapters."""
     from megavlm.checkpoint.summary import model_of, read_summary
 
-    saved = model_of(read_summary(checkpoint), checkpoint)
-    export_run(checkpoint, out, merge=bool(saved.lora.rank), averaged=False)
+    return model_of(read_summary(checkpoint), checkpoint)
 
 
 def _of_training(run_dir: Path) -> tuple[DataConfig, int | None]:

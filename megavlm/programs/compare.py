@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.schema import DatasetConfig
@@ -31,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if given.transformers and given.gradients:
         raise UserError("--gradients are not compared with Transformers: leave --transformers or --gradients out")
     data = None if given.records is None else record_of_word(DatasetConfig, given.records, name="FILE")
-    paths = tuple(local_path(str(path), "MODEL") for path in (given.a, given.b))
+    paths = tuple(local_path(place, "MODEL") for place in (given.a, given.b))
 
     from megavlm import backend
 
@@ -71,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Name the first layer where two models diverge by more than rounding explains.", allow_abbrev=False
     )
     for name in ("a", "b"):
-        parser.add_argument(name, type=Path, metavar=name.upper(), help="Run, checkpoint, or Hugging Face folder.")
+        parser.add_argument(name, metavar=name.upper(), help="Run, checkpoint, or Hugging Face folder.")
     parser.add_argument(
         "records", nargs="?", metavar="FILE", help="Records as of --datasets; default: random images and text."
     )

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
             each.add_argument("--base", help="Name or folder of the base model, for PEFT's config.")
         each.set_defaults(run=run, merge=name == "merge-lora")
     compare = commands.add_parser("verify", help="Compare logits with Transformers; exit status 1 if they differ.")
-    compare.add_argument("folder", metavar="HF_DIR", type=Path)
+    compare.add_argument("folder", metavar="HF_DIR")
     compare.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="?")
     compare.add_argument("--tolerance", type=float, default=1e-4, help="Maximum logit difference.")
     compare.add_argument("--samples", type=count, default=2, help="Number of random samples.")
@@ -81,9 +81,9 @@ def export_lora(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Compare logits of Transformers' and megavlm's model in fp32 on random samples; return 1 if they differ."""
-    if options.checkpoint and (options.checkpoint / "config.json").exists() > (options.folder / "config.json").exists():
+    folder = local_path(options.folder, "HF_DIR")
+    if options.checkpoint and (options.checkpoint / "config.json").exists() > (folder / "config.json").exists():
         raise UserError(f"HF_DIR comes first: write {options.checkpoint} {options.folder}")
-    options.folder = local_path(str(options.folder), "HF_DIR")
 
     from megavlm import backend
 
@@ -92,7 +92,7 @@ def verify(options: argparse.Namespace) -> int:
     from megavlm.inference.verify import compare
 
     sizes = {"samples": options.samples, "seq_length": options.seq_length}
-    found = compare(options.folder, options.checkpoint, chosen, **sizes, tolerance=options.tolerance)
+    found = compare(folder, options.checkpoint, chosen, **sizes, tolerance=options.tolerance)
     print(
         f"largest logit difference {found.largest:.2e} (largest logit {found.scale:.2f}), "
         f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {found.length} positions"

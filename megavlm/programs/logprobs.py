@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if len(words) < 2:
         parser.error("give a run or Hugging Face folder and data sets, before any option")
     without_extensions(training)  # which the model may need
-    _write(given, Path(words[0]), words[1:], training)
+    _write(given, words[0], words[1:], training)
     return 0
 
 
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _write(given: argparse.Namespace, model: Path, data: Sequence[str], training: Sequence[str]) -> None:
+def _write(given: argparse.Namespace, model: str, data: Sequence[str], training: Sequence[str]) -> None:
     check_folder("--out", given.out)
     _check_pyarrow()
     launched = enter_world()

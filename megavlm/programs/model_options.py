@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -21,9 +20,9 @@ def add_folder_options(parser: argparse.ArgumentParser) -> None:
     """Add the folder of the model, --dtype and --device to a parser."""
     parser.add_argument(
         "model",
-        type=Path,
         metavar="RUN_DIR|HF_DIR",
-        help="Folder of a run, whose newest checkpoint is exported once to RUN_DIR/exports, or a Hugging Face folder.",
+        help="Folder of a run, whose newest checkpoint is exported once to RUN_DIR/exports, or a Hugging Face folder, "
+        "also a URL or a name on the hub.",
     )
     parser.add_argument(
         "--dtype", choices=TYPES, default="auto", help="Type of the weights; default: auto, that of the files."
@@ -76,6 +75,7 @@ def device_of(name: str | None, *, local_rank: int = 0) -> torch.device:
         )
     return device
 
+
 @contextmanager
 def memory_reported(batch_size: int = 1) -> Iterator[None]:
     """Raise UserError with a remedy for a device without memory, as of questions answered `batch_size` at a time."""
@@ -84,7 +84,6 @@ def memory_reported(batch_size: int = 1) -> Iterator[None]:
     except torch.OutOfMemoryError:
         smaller = f"give a smaller --batch-size than {batch_size}, " if batch_size > 1 else "use "
         raise UserError(f"out of memory: {smaller}--dtype bfloat16, or --device cpu") from None
-
 
 
 def assistant_of(given: argparse.Namespace, found: ModelFolder, *, local_rank: int = 0) -> Assistant:

@@ -135,9 +135,9 @@ def _report(given: argparse.Namespace, tasks: Sequence[Task], folder: AnswerFold
     """Write results.json and failures.html, and print the scores."""
     answers = folder.read()
     found = [(task, scored(task, answers)) for task in tasks]
-    about = [("model", str(given.model)), ("answers", f"at most {given.max_new_tokens} tokens")]
-    page = failures_page(f"Answers of “{given.model.resolve().name}”", about, found, most=given.failures)
-    results, file = results_json(found, {"model": str(given.model), **settings}), folder.path / "results.json"
+    about = [("model", given.model), ("answers", f"at most {given.max_new_tokens} tokens")]
+    page = failures_page(f"Answers of “{Path(given.model).resolve().name}”", about, found, most=given.failures)
+    results, file = results_json(found, {"model": given.model, **settings}), folder.path / "results.json"
     before = read_json(file) if file.is_file() else {}  # of other tasks, with the same settings
     results |= {name: {**before.get(name, {}), **results[name]} for name in ("settings", "tasks")}
     replace_file(file, json.dumps(results, indent=1, ensure_ascii=False) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -19,6 +20,7 @@ from megavlm.programs.evaluation.answers import Answer, AnswerFolder, refuse_unr
 from megavlm.programs.evaluation.evaluate import _as_named
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import check_names, read_task, task_option
+from megavlm.programs.model_options import add_folder_options
 from tests.support.hostile import reason_of
 
 RECORDS: list[dict[str, Any]] = [
@@ -177,6 +179,16 @@ def test_answers_of_a_folder_that_was_changed_are_others(tmp_path: Path, name: s
     (tmp_path / name).write_text("{ }")
     assert model_folder(tmp_path).digest != before
     assert _as_named(str(tmp_path / name)) != named
+
+
+def test_a_model_may_be_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    monkeypatch.setenv("MEGAVLM_CACHE", str(tmp_path / "cache"))
+    add_folder_options(parser := argparse.ArgumentParser())
+    found = model_folder(parser.parse_args([f"file://{tmp_path}/model"]).model)
+    assert (found.folder / "config.json").read_text() == "{}"
+    assert found.results == Path("evaluations/model")
 
 
 def test_scores_and_the_page_of_failures(file: Path) -> None:
