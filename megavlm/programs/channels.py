@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, count, progress, reported
@@ -29,7 +28,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", metavar="SOURCE", help="File of records, or tars, as --datasets takes them.")
     parser.add_argument("--out", type=Path, default=Path(NAME), help="File to write.")
-    parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
     parser.add_argument("--vision-input", default="array", help="As in training.")
     parser.add_argument(
         "--vision-in-channels",
@@ -43,7 +41,6 @@ def _parser() -> argparse.ArgumentParser:
 def measure(options: argparse.Namespace) -> None:
     """Measure and write the channel statistics of a data set. Raises UserError if none of its images can be read."""
     source = record_of_word(DatasetConfig, options.source, name="SOURCE")
-    source = replace(source, image_root=options.image_root or source.image_root)
     name, channels = options.vision_input, options.vision_in_channels
     found, skipped = measured_channels(source, name, channels, samples=options.samples, say=progress())
     write_out("--out", options.out, channels_json(name, found))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -47,7 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--as", dest="role", choices=("query", "document"), default="document", help="Instruction; default: document's."
     )
-    parser.add_argument("--image-root", metavar="DIR", help="Folder of images; default: the file's.")
     parser.add_argument("--width", type=int, metavar="N", help="First channels to keep; default: all.")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="Records together.")
     return parser
@@ -55,8 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _embed(given: argparse.Namespace) -> None:
     check_folder("--out", given.out)
-    source = record_of_word(DatasetConfig, given.records, name="FILE")
-    raw = open_rows(replace(source, image_root=given.image_root or source.image_root), "FILE")
+    raw = open_rows(record_of_word(DatasetConfig, given.records, name="FILE"), "FILE")
     found = model_folder(given.model)
     embedder = Embedder.load(found.folder, found.data, device=device_of(given.device), dtype=given.dtype)
     if given.width is not None and not 1 <= given.width <= embedder.channels:

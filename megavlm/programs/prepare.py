@@ -1,4 +1,4 @@
-"""Convert a data set to WebDataset tars: `megavlm prepare SOURCE OUT_DIR [--image-root DIR]`.
+"""Convert a data set to WebDataset tars: `megavlm prepare SOURCE[,image_root=DIR] OUT_DIR`.
 
 A tar needs one read per sample. A folder of images needs a look-up and a read per image, slow on network file systems.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, count, progress, reported
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records.shapes import SHAPES
 from megavlm.data.records.writing import prepare
 from megavlm.program import program
 from megavlm.rules.fields import record_of_word
@@ -28,16 +26,10 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description="Write records and their images as WebDataset tars.")
     parser.add_argument(
-        "source", metavar="SOURCE", help="File of records, or folder of files of one kind, as --datasets has it."
+        "source", metavar="SOURCE", help="File of records, or folder of files of one kind, as --datasets takes them."
     )
     parser.add_argument(
         "out", metavar="OUT_DIR", type=Path, help="New folder; the same command resumes an interrupted run."
-    )
-    parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
-    parser.add_argument(
-        "--kind",
-        choices=["auto", *(kind for kind in SHAPES if kind not in ("pairs", "preferences"))],
-        help="Format of a record of SOURCE; default: auto, which detects it.",
     )
     parser.add_argument("--vision-input", default="rgb", help="As in training; default: rgb, which leaves arrays out.")
     parser.add_argument(
@@ -52,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prepare(options: argparse.Namespace) -> None:
     found = prepare(
-        _source(options),
+        record_of_word(DatasetConfig, options.source, name="SOURCE"),
         options.out,
         shard_mib=options.shard_mib,
         shuffle=options.shuffle,
@@ -61,10 +53,3 @@ def _prepare(options: argparse.Namespace) -> None:
         say=progress(),
     )
     print(*found.report(options.out), f"train on it: {program('train')} --datasets {options.out} …", sep="\n")
-
-
-def _source(options: argparse.Namespace) -> DatasetConfig:
-    """Parse SOURCE, which may have keys as in --datasets; options of this command replace its keys."""
-    found: DatasetConfig = record_of_word(DatasetConfig, options.source, name="SOURCE")
-    given = {"kind": options.kind, "image_root": options.image_root}
-    return replace(found, **{name: value for name, value in given.items() if value is not None})

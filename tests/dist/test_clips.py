@@ -119,7 +119,7 @@ def test_a_frozen_encoder_encodes_clips_ahead_or_finds_their_features(pools, fol
 @pytest.mark.slow
 def test_clips_in_tars_are_those_of_the_files_and_resume_exactly(pools: Pools, folder: Path, tmp_path: Path) -> None:
     tars = tmp_path / "tars"
-    assert prepare_data.main([str(folder / "train.jsonl"), str(tars), "--image-root", str(folder / "media")]) == 0
+    assert prepare_data.main([f"{folder / 'train.jsonl'},image_root={folder / 'media'}", str(tars)]) == 0
     argv = [*flags(folder, tars), "--no-shuffle"]
     pools(1).run(train_composed, [*argv, "--no-save"], str(tmp_path / "whole"))
     pools(1).run(train_composed, [*argv, "--train-iters", "2"], str(tmp_path / "halves"))

@@ -130,7 +130,7 @@ def test_an_export_of_composed_parts_embeds_as_training_does(pools, folder, tmp_
     picture = sorted((folder / "images").iterdir())[0].name
     file = tmp_path / "records.jsonl"
     file.write_text(f'{{"text": "a cat"}}\n{{"text": "see the red mat", "image": "{picture}"}}\n')
-    words = [str(file), "--image-root", str(folder / "images"), "--device", "cpu", "--out", str(tmp_path / "out")]
+    words = [f"{file},image_root={folder / 'images'}", "--device", "cpu", "--out", str(tmp_path / "out")]
     (ours,) = pools(1).run(vectors_of_training, argv, str(run_dir), str(file), str(folder / "images"))
     for source in (run_dir, out):
         assert main([str(source), *words]) == 0

@@ -202,7 +202,7 @@ def test_replicas_that_read_other_samples_are_told(pools: Pools, folder: Path, t
 @pytest.mark.slow
 def test_tars_resume_exactly_and_on_other_replicas(pools: Pools, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "wds"
-    assert prepare_data.main([str(folder / "train.jsonl"), str(out), "--image-root", str(folder / "images")]) == 0
+    assert prepare_data.main([f"{folder / 'train.jsonl'},image_root={folder / 'images'}", str(out)]) == 0
     sources = ["--datasets", f"{out},weight=3", str(folder / "book.txt"), "--tokenizer", str(folder / "tokenizer")]
     argv = [*FILES, *sources, "--train-iters", "6"]
     pools(2).run(train, [*argv, "--no-save"], str(tmp_path / "whole"))

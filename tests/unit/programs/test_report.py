@@ -250,7 +250,7 @@ def test_what_is_found_in_files(data: Path) -> None:
 
 def test_what_is_found_in_tars(data: Path, tmp_path: Path) -> None:
     tars = tmp_path / "tars"
-    assert prepare([str(data / "train.jsonl"), str(tars), "--image-root", str(data / "images")]) == 0
+    assert prepare([f"{data / 'train.jsonl'},image_root={data / 'images'}", str(tars)]) == 0
     given = ["--datasets", f"{tars},weight=3", str(data / "book.txt"), "--tokenizer", str(data / "tokenizer")]
     options = ["--seq-length", "96", "--packing-window", "48", "--run-dir", str(tmp_path / "run")]
     text = page(parse([*given, *options]), most=5, title="t")

@@ -64,7 +64,7 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(source: Path, out: Path, *options: str) -> int:
-    return main([str(source), str(out), "--image-root", str(source.parent / "images"), *options])
+    return main([f"{source},image_root={source.parent / 'images'}", str(out), *options])
 
 
 def inlined(conversation: Conversation) -> list[Any]:
@@ -158,7 +158,6 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.Capt
         ((source, tmp_path / "full"), "holds something else already"),
         ((source, tmp_path / "out", "--shuffle", "1"), "holds something else already"),
         ((source, tmp_path / "new", "--shard-mib", "0"), "--shard-mib: 0 must"),
-        ((source, tmp_path / "new", "--kind", "preferences"), "--kind"),
         ((tmp_path / "out", tmp_path / "new"), "contains tars"),
         ((tmp_path / "nowhere", tmp_path / "new"), "is not a file"),
         ((tmp_path / "bad.jsonl", tmp_path / "new"), "none of 1 records can be used: 1 × empty_conversation, as bad."),
@@ -238,7 +237,7 @@ def test_arrays_are_written_as_they_are_and_read_like_loose_files(source: Path, 
     tarred, apart = source.parent / "tarred.json", source.parent / "apart.json"
     source.write_text(json.dumps(records[:2]))
     assert channels.main([str(out), "--out", str(tarred)]) == 0
-    assert channels.main([str(source), "--image-root", str(images), "--out", str(apart)]) == 0
+    assert channels.main([f"{source},image_root={images}", "--out", str(apart)]) == 0
     assert tarred.read_text() == apart.read_text()
     assert len(json.loads(tarred.read_text())["mean"]) == 5
 
