@@ -15,7 +15,7 @@ from itertools import chain
 LETTERS = string.ascii_uppercase
 _ASK = "Answer with the option's letter from the given choices directly."
 # Punctuation or the end must follow, because "the answer is a dog" names no letter.
-_STATED = re.compile(r"\b(?:answer|option|choice)(?:\s+is)?\s*[:=]?\s*\(?([a-z])(?=\s*(?:[^\w\s'’]|$))", re.IGNORECASE)
+_STATED = re.compile(r"\b(?:answer|option|choice)(?:\s+is)?[\s:=>(*]*([a-z])(?=\s*(?:[^\w\s'’]|$))", re.IGNORECASE)
 
 
 def question_with_choices(question: str, choices: Sequence[str]) -> str:
@@ -32,8 +32,8 @@ def chosen_letter(answer: str, choices: Sequence[str]) -> str | None:
     The first of these rules that finds a letter decides. They follow the evaluations of MMMU and MMBench (Yue et al.
     2023, Liu et al. 2023), except that no choice is drawn at random for an answer that names none.
 
-    1. The answer is a letter, or begins with a letter and a bracket, full stop, colon or comma: "b", "(B)", "B. cat".
-    2. The answer states the letter: "The answer is B", "Option: B".
+    1. The answer is a letter, or begins with one and a mark: "b", "(B)", "B. cat", "**B** is a cat".
+    2. The answer states the letter: "The answer is **B**", "Option: B", "<answer>B</answer>".
     3. The answer is the text of a choice, or contains the text of exactly one choice.
     4. One capital letter stands by itself; "A" and "I" count only at the end, because elsewhere they are words.
     """
@@ -45,7 +45,7 @@ def chosen_letter(answer: str, choices: Sequence[str]) -> str | None:
 
 
 def _leading(text: str) -> str | None:
-    match = re.match(r"[(\[]?([A-Za-z])(?:[)\].:,]|\s*$)(?![A-Za-z])", text)
+    match = re.match(r"[(\[*]*([A-Za-z])(?:[)\].:,*]|\s*$)(?![A-Za-z])", text)
     return match[1].upper() if match else None
 
 

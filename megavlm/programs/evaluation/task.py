@@ -158,9 +158,7 @@ def _check_references(question: TaskQuestion, where: str) -> None:
 
 
 def check_names(options: Sequence[TaskOption]) -> None:
-    """Raise UserError for two tasks of one name, and for a name that cannot be part of a file name."""
+    """Raise UserError for two tasks of one name."""
     names = [option.task_name for option in options]
     if double := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--task has two tasks named {double}: set different names (name=…)")
-    if bad := next((name for name in names if "/" in name or name.startswith(".")), None):
-        raise UserError(f"--task name={bad} must be a plain name: it becomes part of a file's")

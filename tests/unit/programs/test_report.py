@@ -382,6 +382,7 @@ CHOICES = ["a cat", "a dog", "the apple tree", "dogs"]
         *((text, "B") for text in ("A dog.", "It is a dog", "The answer is a dog", "I think B")),
         ("A", "A"),
         ("It must be A", "A"),
+        *((text, "A") for text in ("**A** it is", "The answer is **A** as it purrs", "<answer>A</answer> is mine")),
         ("A picture of D is there", "D"),  # "A" is an article
         *((text, None) for text in ("", "maybe", "E", "B or C", "both a cat and a dog", "the answer is not clear")),
         ("The answer is B. Or the answer is D.", None),
