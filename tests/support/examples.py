@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAMS = ("python", "torchrun", "megavlm", "sbatch", "srun", "make", "until", "tools/gpu_check.sh")
+PROGRAMS = ("python", "torchrun", "megavlm", "sbatch", "srun", "make", "while", "tools/gpu_check.sh")
 
 # Commands that no test runs from here, by their beginning, and why.
 ELSEWHERE = {
@@ -27,7 +27,7 @@ ELSEWHERE = {
     "megavlm launch vertex ": "tests/unit/programs/launch has what it would submit",
     "megavlm launch kubernetes ": "tests/unit/programs/launch has what it would submit",
     "megavlm sweep lr.yaml ": "a grid of hours; tests/unit/programs/test_grid.py has small ones",
-    "until ": "a shell loop around any command",
+    "while ": "a shell loop around any command",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 ": "it waits for machines",
     "torchrun --nnodes 16 ": "it waits for machines; tests/dist/test_doctor_world.py has two",
     "tools/gpu_check.sh": "it needs a GPU",
