@@ -86,6 +86,7 @@ def write_out(option: str, path: Path, content: str | bytes) -> None:
     A link is followed, and the file is replaced atomically. If the path is no regular file (a device, a FIFO with a
     reader, /dev/stdout), the content is written to it. Raises UserError, which names the option.
     """
+    _refuse_home(option, path)
     try:
         real = Path(os.path.realpath(path))
         opened = _OPENED.fullmatch(str(path))
@@ -111,6 +112,7 @@ def check_folder(option: str, path: Path) -> None:
     """Raise UserError if a folder cannot be written: its path is no folder, it is a URL, or nothing can be created
     in it.
     """
+    _refuse_home(option, path)
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"{option} {path} is no folder: name another")
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):  # a Path has one of its two slashes
@@ -119,6 +121,12 @@ def check_folder(option: str, path: Path) -> None:
         os.rmdir(tempfile.mkdtemp(dir=next(each for each in (path, *path.absolute().parents) if each.is_dir())))
     except OSError as error:
         raise UserError(f"{option} {path} cannot be written ({error.strerror}): name another") from error
+
+
+def _refuse_home(option: str, path: Path) -> None:
+    """Raise UserError for ~ behind `=`, where a shell leaves it: a folder of that name would be made."""
+    if path.parts[:1] == ("~",):
+        raise UserError(f"{option} {path} starts with ~, which only a shell expands: write the full path")
 
 
 def unwritable(run_dir: Path, error: OSError) -> UserError:

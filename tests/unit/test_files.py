@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.errors import UserError
-from megavlm.files import open_new, open_to_append, replace_file, write_out
+from megavlm.files import check_folder, open_new, open_to_append, replace_file, write_out
 from megavlm.programs.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +165,9 @@ def test_what_a_user_names_is_written_where_it_leads(tmp_path: Path, capfd: pyte
         write_out("--out", Path("/dev/full"), "page")
     with pytest.raises(UserError, match=r"--out \S+ cannot be written: a folder"):
         write_out("--out", tmp_path, "page")
+    for write in (lambda path: write_out("--out", path, "page"), lambda path: check_folder("--out", path)):
+        with pytest.raises(UserError, match=r"--out ~/x starts with ~, which only a shell expands"):
+            write(Path("~/x"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "fifo", "link"]
 
 
