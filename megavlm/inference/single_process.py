@@ -18,11 +18,11 @@ from megavlm.pipeline.schedule import pipeline_config
 ONE = Dims()
 
 
-def single_process_groups(backend: Backend, *, seed: int = 0) -> Groups:
+def single_process_groups(backend: Backend) -> Groups:
     """Return process groups of this process alone, also under torchrun; existing groups are destroyed first."""
     destroy_groups()
     start(backend, timeout_minutes=10, meeting=Meeting(dist.HashStore(), rank=0, world=1))
-    return build_groups(ONE, tied_owners=(0, 0), seed=seed, timeout_minutes=10)
+    return build_groups(ONE, tied_owners=(0, 0), seed=0, timeout_minutes=10)
 
 
 def full_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:

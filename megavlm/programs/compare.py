@@ -17,7 +17,6 @@ from megavlm.rules.extensions import without_extensions
 from megavlm.rules.fields import record_of_word
 from megavlm.storage.cache import local_path
 
-_TYPES = ("fp32", "bf16", "fp16")
 _BEFORE, _AFTER = 3, 8  # rows of the table before the first that differs, and from it on
 
 
@@ -77,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         nargs="+",
-        choices=_TYPES,
+        choices=("fp32", "bf16", "fp16"),
         default=["fp32"],
         metavar="TYPE",
         help="Type to compute in, or A's and B's.",

@@ -101,7 +101,6 @@ class PastAttempt:
 class History:
     """The time of a run divided among causes, from the start of its first process to its last event or step."""
 
-    begin: int  # microseconds since 1970
     microseconds: Mapping[str, int]  # by cause, in the order of CAUSES, zeros left out; the sum is the whole time
     attempts: tuple[PastAttempt, ...]
 
@@ -146,7 +145,7 @@ def history_of(happened: Sequence[Mapping[str, Any]], records: Sequence[Mapping[
         _fill(ledger, attempt, undone)
     ledger.fill(attempts[-1].until, OTHER)
     spent = {cause: ledger.spent[cause] for cause in CAUSES if ledger.spent[cause]}
-    return History(attempts[0].began, spent, tuple(attempts))
+    return History(spent, tuple(attempts))
 
 
 def past_of(run_dir: Path) -> History:
@@ -325,6 +324,7 @@ def records_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl; lines that cannot be read are left out."""
     return json_lines(run_dir / "metrics.jsonl")
 
+
 def read_runs(folders: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
     """Read run folders; name on stderr those that cannot be read. Raises UserError if none can be."""
     found, left_out = list[T](), list[UserError]()
@@ -337,7 +337,6 @@ def read_runs(folders: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
         raise left_out[0]
     print(*(f"left out: {error}\n" for error in left_out), sep="", end="", file=sys.stderr)
     return found
-
 
 
 def devices_of(starts: Sequence[Mapping[str, Any]]) -> int:
