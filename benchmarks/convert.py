@@ -142,7 +142,7 @@ def one_round(folder: Path) -> dict[str, tuple[float, float]]:
     return {
         "read": measured(["-c", READ, str(source)], source),
         "copy": measured(["-c", COPY, str(source), str(folder / "copy")], source),
-        "export": measured(["tools/convert.py", "export", str(ours), str(back)], ours),
+        "export": measured(["-m", "megavlm", "convert", "export", str(ours), str(back)], ours),
     }
 
 

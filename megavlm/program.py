@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Scripts of a clone whose names are not those of their commands.
-_SCRIPTS = {"train": "pretrain_vlm.py", "prepare": "tools/prepare_data.py", "preview": "tools/preview_data.py"}
-
 
 def started_as(command: str) -> str:
-    """Return the name of a running command for messages: the clone's script, or `megavlm COMMAND`."""
-    script = Path(_SCRIPTS.get(command, f"tools/{command}.py")).name
-    return script if Path(sys.argv[0]).name == script else f"megavlm {command}"
+    """Return the name of a running command for messages: the clone's pretrain_vlm.py, or `megavlm COMMAND`."""
+    script = Path(sys.argv[0]).name
+    return script if script == "pretrain_vlm.py" else f"megavlm {command}"
 
 
 def program(command: str) -> str:

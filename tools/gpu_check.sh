@@ -119,7 +119,7 @@ part_1() {
     tests numerics 130 tests/gpu/test_smoke.py tests/gpu/test_numerics.py
     benchmark llava 270 --only LLaVA --minutes 3.6 "${compile[@]}"
     step windows 50 "$python" benchmarks/attention_windows.py --device "$device" --out "$out/windows.json"
-    step doctor 60 "$python" tools/doctor.py --json "$out/doctor.json"
+    step doctor 60 "$python" -m megavlm doctor --json "$out/doctor.json"
 }
 part_2() { tests tests 510 tests/gpu --ignore tests/gpu/test_smoke.py --ignore tests/gpu/test_numerics.py "${workers[@]}"; }
 part_3() { benchmark qwen 510 --only Qwen2.5 --minutes 8 "${compile[@]}"; }

@@ -156,7 +156,7 @@ ITEMS = (
         "rates",
         1,
         "the planner's profile of this GPU, the tile of grouped products",
-        "tools/calibrate.py --precision bf16 --rounds 1 --repeats 3 --out {scratch}/profile.json",
+        "-m megavlm calibrate --precision bf16 --rounds 1 --repeats 3 --out {scratch}/profile.json",
         {"bf16 --rounds 1 --repeats 3": "fp32 --rounds 1 --repeats 1"},
     ),
     Item(

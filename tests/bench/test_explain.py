@@ -66,7 +66,7 @@ def test_passes_of_a_language_layer_are_the_textbooks() -> None:
 
 
 def test_the_search_predicts_the_same_step() -> None:
-    """What `tools/plan.py` prints for both benchmarked shapes: there all images have the size of the mean one, and all
+    """What `megavlm plan` prints for both benchmarked shapes: there all images have the size of the mean one, and all
     tokens are trained.
     """
     space = Space((1,), (1,), (1,), recompute=("none",), placement=("stages",), offload=())

@@ -37,7 +37,7 @@ def run(session: str, folder: Path, python: Path = Path(sys.executable)) -> subp
 
 
 def link(folder: Path) -> None:
-    for name in ("pretrain_vlm.py", "megavlm", "tools", "examples"):
+    for name in ("pretrain_vlm.py", "megavlm", "examples"):
         (folder / name).symlink_to(ROOT / name)
 
 
@@ -69,7 +69,7 @@ def test_chat_and_evaluation(trained: Path) -> None:
 
 @pytest.mark.skipif(not LMMS.exists(), reason="lmms-eval is not installed: make lmms-tools")
 def test_an_export_runs_in_lmms_eval(trained: Path) -> None:
-    """The same answers as those of `tools/evaluate.py`: two of three equal their reference."""
+    """The same answers as those of `megavlm evaluate`: two of three equal their reference."""
     (session,) = [block for block in blocks(PAGE) if "lmms_eval" in block]
     told = run(session, trained, LMMS)
     (results,) = (trained / "scores/lmms-eval").rglob("*_results.json")

@@ -65,7 +65,7 @@ def doctor(folder: Path, *flags: str) -> subprocess.Popen[str]:
     folder.mkdir()
     agents = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     return subprocess.Popen(
-        [*agents, "tools/doctor.py", "--world", "--json", str(folder / "found.json"), *flags],
+        [*agents, "-m", "megavlm", "doctor", "--world", "--json", str(folder / "found.json"), *flags],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -90,7 +90,7 @@ def test_the_tool_reports_and_never_hangs(tmp_path: Path):
     while len(ranks) < 4:
         assert stuck.poll() is None
         for child in psutil.Process(stuck.pid).children(recursive=True):
-            if "tools/doctor.py" in child.cmdline() and child.cmdline()[1:2] == ["-u"]:
+            if child.cmdline()[1:5] == ["-u", "-m", "megavlm", "doctor"]:
                 ranks[int(child.environ()["RANK"])] = child
     ranks[3].send_signal(signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""`tools/sweep.py` on this machine: variants beside one another, and the same command goes on after a signal."""
+"""`megavlm sweep` on this machine: variants beside one another, and the same command goes on after a signal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def start(grid: Path, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "tools/sweep.py", str(grid), *flags],
+        [sys.executable, "-m", "megavlm", "sweep", str(grid), *flags],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`tools/why.py` on real small runs: the first cause that it names is the one that was built in."""
+"""`megavlm why` on real small runs: the first cause that it names is the one that was built in."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train_impaired(argv: list[str], run_dir: str, cause: str) -> None:
 
 
 def first_cause(run_dir: Path) -> str:
-    """What `tools/why.py` prints first, after its lines on the last start and on the whole."""
+    """What `megavlm why` prints first, after its lines on the last start and on the whole."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main([str(run_dir)]) == 0
     return said.getvalue().splitlines()[2]

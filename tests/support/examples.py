@@ -77,11 +77,9 @@ class Example:
     @property
     def command(self) -> tuple[str, tuple[str, ...]]:
         """Return the command of `megavlm` that it runs, and the words after that."""
-        names = {"pretrain_vlm.py": "train", "prepare_data": "prepare", "preview_data": "preview"}
         for place, word in enumerate(self.words):
-            stem = word.removeprefix("tools/").removesuffix(".py")
-            if word == "pretrain_vlm.py" or word.startswith("tools/"):
-                return names.get(word) or names.get(stem, stem), self.words[place + 1 :]
+            if word == "pretrain_vlm.py":
+                return "train", self.words[place + 1 :]
             if word == "megavlm":
                 return self.words[place + 1], self.words[place + 2 :]
             if word == "megavlm.programs.launch":
@@ -119,7 +117,7 @@ def write_folder(folder: Path) -> None:
     from examples.first_run import small_model
     from tests.support.tiny_models import TEXT, TOWER
 
-    for name in ("pretrain_vlm.py", "megavlm", "tools", "launch", "examples", "benchmarks", "recipes"):
+    for name in ("pretrain_vlm.py", "megavlm", "launch", "examples", "benchmarks", "recipes"):
         (folder / name).symlink_to(ROOT / name)
     records = [json.loads(line) for line in (ROOT / "examples/first_run/train.jsonl").read_text().splitlines()]
     shutil.copytree(ROOT / "examples/first_run/images", folder / "images")

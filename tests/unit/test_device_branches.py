@@ -37,7 +37,7 @@ ASKED = {
     "precision/device.py": "what a device can do: tests/unit/precision/test_capability.py",
     "train/build.py": "the default that differs",
     "train/loop.py": "the memory of a full device; without it tests/dist/test_errors.py",
-    "train/calibration.py": "tools/calibrate.py: tests/dist/test_calibrate.py runs the CPU's side alone",
+    "train/calibration.py": "megavlm calibrate: tests/dist/test_calibrate.py runs the CPU's side alone",
     "train/outputs.py": "what a user is told",
     "train/hooks/trace.py": "what a profiler records: tests/gpu",
 }

@@ -30,13 +30,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# Scripts in tools/ that are a command of `megavlm`, by its name.
-TOOLS = {
-    name: {"prepare": "prepare_data", "preview": "preview_data"}.get(name, name)
-    for name in "calibrate channels chat checkpoint compare convert doctor embed evaluate goodput migrate plan prepare "
-    "preview report sweep why".split()
-}
-TAKES_RUN_FLAGS = ("convert", "plan", "preview")
+TAKES_RUN_FLAGS = ("convert", "launch", "logprobs", "plan", "preview")
 # Flags of other programs: torchrun, tensorboard, mlflow, pip, docker, SLURM.
 FOREIGN_FLAGS = {
     *"--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-endpoint --rdzv-id --shutdown-timeout".split(),
@@ -86,12 +80,9 @@ def programs() -> dict[str, set[str]]:
     run = flags_of(parsing._parser(all_options=True))
     extensions.forget()
     found = {"pretrain_vlm.py": run, "megavlm train": run}
-    for name, script in TOOLS.items():
+    for name in COMMANDS.keys() - {"train"}:
         own = flags_of(importlib.import_module(COMMANDS[name][0])._parser())
-        own |= run if name in TAKES_RUN_FLAGS else set()
-        found |= {f"tools/{script}.py": own, f"megavlm {name}": own}
-    for name in ("launch", "logprobs"):
-        found[f"megavlm {name}"] = flags_of(importlib.import_module(COMMANDS[name][0])._parser()) | run
+        found[f"megavlm {name}"] = own | (run if name in TAKES_RUN_FLAGS else set())
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         own = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text(encoding="utf-8")))
         found[f"benchmarks/{path.name}"] = {*own, "--help"}
@@ -192,11 +183,11 @@ def test_a_document_names_what_exists(document: Path) -> None:
 
 def test_what_does_not_exist_is_found() -> None:
     text = (
-        "Run `make tset` or `python tools/chat.py --lora-rank 4 --seed 8`, `--projector-…`, `--projektor-…`, `--nope`;"
+        "Run `make tset` or `megavlm chat --lora-rank 4 --seed 8`, `--projector-…`, `--projektor-…`, `--nope`;"
         " see `megavlm/data/nothing.py`, `nothing.py`, `data/loader.py`, `tests/nowhere/`, [there](docs/nothing.md),"
         " [here](docs/gpu.md#fp8), [not here](docs/gpu.md#fp9)."
     )
-    assert set(unknown_flags(text)) == {"--projektor-", "--nope", "--lora-rank of tools/chat.py"}
+    assert set(unknown_flags(text)) == {"--projektor-", "--nope", "--lora-rank of megavlm chat"}
     assert set(
         unknown_keys("`model.language.nope`, `--set data.nope=1 `, `model.vision.qk_norm`, `model.projector.…`")
     ) == {"model.language.nope", "data.nope"}

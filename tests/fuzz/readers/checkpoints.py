@@ -109,7 +109,7 @@ def description(folder: Path, data: bytes) -> None:
 
 
 def listing(folder: Path, data: bytes) -> None:
-    """Read `manifest.json` as a resume and `tools/checkpoint.py` do."""
+    """Read `manifest.json` as a resume and `megavlm checkpoint` do."""
     made = write(folder, "manifest.json", data)
     manifest.first_look(made)
     manifest.damage(made)

@@ -53,5 +53,5 @@ def replica(argv: tuple[str, ...]) -> int:
 
 
 def test_a_command_is_found_in_every_spelling() -> None:
-    spellings = ("python tools/plan.py -x", "megavlm plan -x", "torchrun --nproc-per-node 2 -m megavlm plan -x")
+    spellings = ("python -m megavlm plan -x", "megavlm plan -x", "torchrun --nproc-per-node 2 -m megavlm plan -x")
     assert {Example("", tuple(text.split())).command for text in spellings} == {("plan", ("-x",))}

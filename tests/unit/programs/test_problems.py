@@ -186,7 +186,7 @@ def test_errors_come_first() -> None:
 @pytest.mark.slow
 def test_the_program_reports_the_machine_at_hand(tmp_path: Path) -> None:
     """Here a run works, so the status is 0; from a folder that is not the repository."""
-    command = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--json", "--timeout", "3600"]
+    command = [sys.executable, "-m", "megavlm", "doctor", "--json", "--timeout", "3600"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout)["facts"]
     assert facts["packages"]["megatron-core"]["version"] == version("megatron-core")

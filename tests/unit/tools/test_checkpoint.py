@@ -1,4 +1,4 @@
-"""The commands of tools/checkpoint.py."""
+"""The commands of `megavlm checkpoint`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_list_and_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_needs_no_torch(run: Path) -> None:
     """Nor does the account of a job's attempts, for which all nodes wait."""
     code = (
-        "import runpy, sys; sys.modules['torch'] = None; del sys.argv[0]; import megavlm.programs.launch.attempt; "
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
+        "import runpy, sys; sys.modules['torch'] = None; import megavlm.programs.launch.attempt; "
+        "runpy.run_module('megavlm', run_name='__main__')"
     )
-    command = [sys.executable, "-c", code, str(ROOT / "tools/checkpoint.py"), "list", str(run)]
+    command = [sys.executable, "-c", code, "checkpoint", "list", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("iter_") == 4
