@@ -14,7 +14,7 @@ a key, V of a value; C context-parallel ranks, E of them that exchange heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from megavlm.arch.mixers import CHUNK
 from megavlm.arch.tensor_split import DeltaSplit
 from megavlm.inputs.batch import Continuation
 from megavlm.model.attention import SharedHeads
-from megavlm.model.context_attention import copies_of_heads, gathered, own_runs, rows_of_ranks
+from megavlm.model.context_attention import gathered, heads_for_ranks, heads_of_ranks, own_runs, rows_of_ranks
 from megavlm.model.delta_rule import (
     Sequences,
     causal_convolution,
@@ -157,26 +157,25 @@ class GatedDeltaNet(MegatronModule):
         ranks, rank = context.split.heads, context.heads.rank()
         if self.groups.dims.cp == 1:
             return heads, lambda out: out
-        sent = _for_ranks([*self._head_by_head(heads.mixed), heads.gates], ranks)
-        sizes = [each.shape[-1] for each in sent]
-        parts = rows_of_ranks(all_to_all(context.heads, torch.cat(sent, dim=-1).movedim(2, 0).contiguous()))
+        sent, sizes = heads_for_ranks([*self._head_by_head(heads.mixed), heads.gates], ranks)
+        parts = rows_of_ranks(all_to_all(context.heads, sent))
         if context.split.groups > 1:
             (parts,) = gathered([parts[:, :, None]], context.keys)
             parts = parts[:, :, 0]
         mixed, gates = parts.split([sum(sizes[:3]), sizes[3]], dim=-1)
-        weight = _for_ranks(self._head_by_head(heads.weight.mT[:, None]), ranks)
+        weight, _ = heads_for_ranks(self._head_by_head(heads.weight.mT[:, None]), ranks)
         own = DeltaHeads(
             mixed,
             gates.unflatten(-1, (-1, 2)),
-            torch.cat(weight, dim=-1)[:, 0, rank].mT,
+            weight[rank, :, 0].mT,
             heads.rates.unflatten(0, (ranks, -1))[rank],
         )
 
         def back(out: Tensor) -> Tensor:
             if context.split.groups > 1:
                 out = own_runs(out, context.split.groups, context.keys.rank())
-            parts = out.unflatten(0, (ranks, -1)).contiguous()  # [E, S/C, B, N/E, V]
-            return all_to_all(context.heads, parts).permute(1, 2, 0, 3, 4).flatten(2, 3)
+            parts = all_to_all(context.heads, out.unflatten(0, (ranks, -1)))  # [E, S/C, B, N/E, V]
+            return heads_of_ranks(parts).unflatten(-1, (-1, self.split.width))
 
         return own, back
 
@@ -278,11 +277,3 @@ class GatedNorm(nn.Module):
 def _in_a_row(x: Tensor) -> Tensor:
     """[S, B, …] → [T, …], row by row."""
     return x.transpose(0, 1).flatten(0, 1)
-
-
-def _for_ranks(tensors: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    """Return each tensor [S, B, heads, width] as [S, B, E, heads/E·width]: each of E ranks gets equally many
-    consecutive heads. Heads are repeated if E does not divide their number.
-    """
-    repeated = (x.repeat_interleave(copies_of_heads(x.shape[2], ranks), dim=2) for x in tensors)
-    return [x.unflatten(2, (ranks, -1)).flatten(3) for x in repeated]
