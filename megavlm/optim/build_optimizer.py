@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
@@ -61,6 +62,9 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
             pg_collection=groups.collection,
         ).chained_optimizers
     for part in parts:
+        # The share of one rank in gradients that as many ranks hold alike; megatron-core sums over no ranks by itself.
+        part.share = part.get_grad_stats_parallel_group().size() / dist.get_world_size()
+        part.grad_stats_parallel_group = groups.alone
         if not part.is_stub_optimizer:
             _choose_update(part, config)
             round_in_one_launch(part)

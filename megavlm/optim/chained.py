@@ -21,6 +21,7 @@ step 0 has the rate 0.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,21 +58,23 @@ class MeanGradientOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor | None:
-        """Prepare the gradients of a step and return ‖G‖² ([] float64, on the device); None if fp16 overflowed."""
+        """Prepare the gradients of a step and return ‖G‖² ([] float64, on the device); None if fp16 overflowed.
+
+        Of gradients that several ranks hold alike, each counts its `share`, so that one all-reduce adds up those of all
+        parts. A pipeline stage without experts has no part for them.
+        """
         if self.prepare_grads():
             return None
-        if self.grads_states_parallel_group_is_shared():
-            gradients = [each for part in self.chained_optimizers for each in part.get_main_grads_for_grad_norm()]
-            return self._sum_of_squares(gradients, self.get_grad_stats_parallel_group())
-        sums = [
-            self._sum_of_squares(part.get_main_grads_for_grad_norm(), part.get_grad_stats_parallel_group())
-            for part in self.chained_optimizers
-        ]
-        return torch.stack(sums).sum()
+        gradients = defaultdict[float, list[Tensor]](list)
+        for part in self.chained_optimizers:
+            gradients[part.share] += part.get_main_grads_for_grad_norm()
+        squared = torch.stack([share * self._sum_of_squares(held) for share, held in gradients.items()]).sum()
+        dist.all_reduce(squared)
+        return squared
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Prepare the gradients of all parts; return whether fp16 overflowed in any of them.
+        """Prepare the gradients of all parts; return whether fp16 overflowed in any of them, on any rank.
 
         All parts keep the same loss scale, which an overflow of any part lowers: the loss is multiplied by the scale of
         the first part, and each part divides its gradients by its own (experts are a part of their own).
@@ -79,6 +82,10 @@ class MeanGradientOptimizer(ChainedOptimizer):
         scalers = [part.grad_scaler for part in self.chained_optimizers if getattr(part, "grad_scaler", None)]
         before = [scaler.state_dict() for scaler in scalers]
         overflowed = super().prepare_grads()
+        if scalers:
+            found = torch.tensor(float(overflowed), device=self._device)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            overflowed = bool(found)
         for scaler, state in zip(scalers, before, strict=True):
             scaler.load_state_dict(state)
             scaler.update(overflowed)
@@ -107,9 +114,9 @@ class MeanGradientOptimizer(ChainedOptimizer):
     def _device(self) -> torch.device:
         return self.get_loss_scale().device
 
-    def _sum_of_squares(self, gradients: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-        """Return the sum of squares over a group; megatron-core's `get_grad_norm_fp32` would make the host wait."""
-        squares = []  # [1] each, in the type of the gradients
+    def _sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
+        """Return the sum of squares on this rank; megatron-core's `get_grad_norm_fp32` would make the host wait."""
+        squares = [torch.zeros(1, dtype=torch.float64, device=self._device)]
         # A rank may hold no rows of a parameter, and Transformer Engine's kernel loses what precedes an empty tensor.
         gradients = [gradient for gradient in gradients if gradient.numel()]
         if here := [gradient for gradient in gradients if gradient.device.type == self._device.type]:
@@ -119,12 +126,7 @@ class MeanGradientOptimizer(ChainedOptimizer):
         if on_host := [gradient for gradient in gradients if gradient.device.type != self._device.type]:
             norms = torch.stack(torch._foreach_norm(on_host)).to(self._device, non_blocking=True)
             squares.append((norms**2.0).sum().view(1))
-        # In float64, also where a rank has no gradients, whose type it could have.
-        squared = (
-            torch.cat(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64, device=self._device)
-        )
-        dist.all_reduce(squared, group=group)
-        return squared
+        return torch.cat(squares).sum()
 
 
 def divisor_of(norm: float, tokens: float, *, clip: float) -> float:

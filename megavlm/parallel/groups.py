@@ -23,8 +23,12 @@ from megavlm.parallel.rendezvous import TorchWorld, barrier
 ENCODER_RNG = "encoder-rng"  # name of a colocated encoder's dropout generator in megatron-core's tracker
 
 
-_NEVER = {"TENSOR_AND_DATA_PARALLEL_GROUP"}  # megatron-core's groups without a collective in them
-_OF_NORMS = {"MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"}
+# megatron-core's groups without a collective in them; of the last two the optimizer asks the size.
+_UNUSED = {
+    "TENSOR_AND_DATA_PARALLEL_GROUP",
+    "MODEL_PARALLEL_GROUP",
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+}
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,6 @@ def build_groups(
     timeout_minutes: float,
     shard_size: int | None = None,
     encoder_tp: int = 1,
-    sharded: bool = False,
 ) -> Groups:
     """Create every process group of a layout and seed the dropout generators; return this rank's groups.
 
@@ -175,16 +178,13 @@ def build_groups(
         timeout_minutes: collectives that take longer end the run.
         shard_size: number of neighbouring DP × CP ranks that shard optimizer state; default: all of them.
         encoder_tp: tensor-parallel degree of a colocated encoder, if the layout has one (`encoder_groups`).
-        sharded: whether optimizer state is sharded; then gradient norms are summed over the world, and not over the
-            TP × PP ranks of a replica.
         seed: dropout seed; pipeline stages, context- and data-parallel ranks draw different numbers.
     """
     maker = GroupMaker(timedelta(minutes=timeout_minutes))
     alone = maker.of([dist.get_rank()])
-    unused = _NEVER | (_OF_NORMS if sharded else set())
 
     def used(ranks: Sequence[int], name: str) -> Any:
-        return UnusedGroup(name, tuple(ranks)) if name in unused else maker.of(ranks)
+        return UnusedGroup(name, tuple(ranks)) if name in _UNUSED else maker.of(ranks)
 
     with groups_of_members(parallel_state, used):
         parallel_state.initialize_model_parallel(
@@ -231,10 +231,10 @@ def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, 
     ranks = np.arange(dims.world).reshape(dims.pp, copies, size, dims.tp)  # the last axis varies fastest
     shards = ranks.transpose(0, 1, 3, 2).reshape(-1, size)
     replicas = ranks.transpose(0, 2, 3, 1).reshape(-1, copies)
-    instances = ranks.transpose(1, 0, 2, 3).reshape(copies, -1)  # all ranks that shard one copy
     collection.intra_dp_cp = collection.intra_expt_dp = maker.among(shards)
     collection.inter_dist_opt = maker.among(replicas)
-    collection.intra_dist_opt = maker.among(instances)
+    own = ranks[:, collection.inter_dist_opt.rank()]  # all ranks that shard one copy
+    collection.intra_dist_opt = UnusedGroup("OF_A_COPY", tuple(own.flatten().tolist()))
 
 
 def _tied_group(dims: Dims, owners: list[int], maker: GroupMaker) -> dist.ProcessGroup | None:

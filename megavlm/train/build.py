@@ -184,7 +184,6 @@ def _groups(config: Config, plan: Plan) -> Groups:
         timeout_minutes=config.parallel.distributed_timeout_minutes,
         shard_size=config.parallel.hybrid_shard_size,
         encoder_tp=plan.vision_tp if plan.encoder else 1,
-        sharded=config.parallel.data_parallel_sharding != "none",
     )
 
 

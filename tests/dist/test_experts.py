@@ -64,6 +64,7 @@ FAST = [
     ("cp2-ep2", "sigmoid", "--micro-batch-size 2 --moe-token-dispatcher-type allgather"),
     ("tp2-ep2-etp2", "biases", ""),
     ("tp2-etp1", "softmax", "--micro-batch-size 4 --data-parallel-sharding none"),
+    ("pp2-ep2", "softmax", "--pipeline-cuts 7 --data-parallel-sharding none"),  # the first stage has no experts
 ]
 OPTIONS = (
     ("softmax", "--moe-token-dispatcher-type allgather"),

@@ -22,8 +22,12 @@ FP16 = (
     ("world", "layout"),
     [
         (1, "--data-parallel-sharding none"),
-        # The first stage trains nothing: its rank has no optimizer state, and still must know of every overflow.
-        slow(2, "--pp 2 --freeze vision projector"),
+        # The first stage trains nothing: its rank has no optimizer state, and still must know of every overflow, also
+        # of experts.
+        slow(
+            2,
+            "--pp 2 --pipeline-cuts 4 --freeze vision projector --num-experts 4 --set model.experts.ffn_hidden_size=24",
+        ),
         slow(2, "--cp 2"),
     ],
 )

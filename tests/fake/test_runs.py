@@ -88,6 +88,7 @@ SLOW = {
 
 # What a step has to ask for: its own numbers, with the gradient norm (fp16: the scale, and whether all is finite).
 MAY_WAIT = (
+    "chained.py prepare_grads",
     "chained.py prepare_grads > optimizer.py _unscale_main_grads_and_check_for_nan",
     "build_optimizer.py loss_scale",
     "tolist at step_result.py sum_over_ranks",

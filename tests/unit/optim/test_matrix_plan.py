@@ -349,8 +349,10 @@ def test_one_division_is_two_passes(name: str, store: type[StateStore], clip: fl
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
-def test_an_overflow_of_any_part_lowers_the_loss_scale_of_all() -> None:
-    """Experts are a part of their own, and may overflow alone; the loss has the scale of the first part."""
+def test_an_overflow_of_any_part_lowers_the_loss_scale_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are a part of their own, which a pipeline stage may lack, and may overflow alone; the loss has the scale
+    of the first part.
+    """
 
     def part(*overflows: bool) -> Any:
         scaler, found = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, growth_interval=2, hysteresis=1), iter(overflows)
@@ -359,10 +361,15 @@ def test_an_overflow_of_any_part_lowers_the_loss_scale_of_all() -> None:
             scaler.update(overflowed := next(found))
             return overflowed
 
-        return SimpleNamespace(grad_scaler=scaler, prepare_grads=prepare_grads)
+        return SimpleNamespace(
+            grad_scaler=scaler, prepare_grads=prepare_grads, get_loss_scale=lambda: torch.ones(1)
+        )
 
-    optimizer = MeanGradientOptimizer([part(False, True, False, False), part(True, True, False, False)], clip=0.0)
-    for overflowed, scale in ((True, 4.0), (True, 2.0), (False, 2.0), (False, 4.0)):
+    elsewhere = iter((0.0, 0.0, 1.0, 0.0, 0.0))
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda found, op: found.clamp_(min=next(elsewhere)))
+    parts = [part(False, True, False, False, False), part(True, True, False, False, False)]
+    optimizer = MeanGradientOptimizer(parts, clip=0.0)
+    for overflowed, scale in ((True, 4.0), (True, 2.0), (True, 1.0), (False, 1.0), (False, 2.0)):
         assert optimizer.prepare_grads() is overflowed
         assert [float(each.grad_scaler.scale) for each in optimizer.chained_optimizers] == [scale, scale]
 
@@ -386,9 +393,8 @@ def test_no_empty_gradient_reaches_the_kernel_of_the_norm(
         return torch.cat(lists[0]).norm().view(1), None
 
     monkeypatch.setattr("megavlm.optim.chained.clip_grads.multi_tensor_applier", applied)
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
     optimizer: Any = MeanGradientOptimizer([SimpleNamespace(get_loss_scale=lambda: torch.ones(1))], clip=0.0)
-    found = optimizer._sum_of_squares([torch.full((count,), 2.0) for count in rows], None)
+    found = optimizer._sum_of_squares([torch.full((count,), 2.0) for count in rows])
     assert float(found) == pytest.approx(squared)
 
 

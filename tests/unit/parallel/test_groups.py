@@ -40,7 +40,7 @@ for world, degrees, words in json.loads(sys.argv[1]):
     dist.init_process_group("fake", rank=world // 2 + 1, world_size=world, store=FakeStore())
     calls.clear()
     owners = (0, dims.pp - 1)
-    made = groups.build_groups(dims, tied_owners=owners, seed=1, timeout_minutes=1, sharded=True, **words)
+    made = groups.build_groups(dims, tied_owners=owners, seed=1, timeout_minutes=1, **words)
     try:
         dist.all_reduce(torch.zeros(1), group=made.collection.mp)
         raise SystemExit("a group that is not made was used")
