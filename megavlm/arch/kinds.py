@@ -140,22 +140,14 @@ def layer_sizes(name: str, scenario: Scenario) -> LayerSizes:
     return kind.sizes(_at(name, scenario))
 
 
-def local_parameters(name: str, model: ModelConfig, tp: int, expert_ranks: int = 1) -> int:
-    """Return the number of a layer's parameters on one of `tp` ranks, exactly as `model/specs.py` builds them.
-
-    Routed experts are spread over `expert_ranks` (EP · ETP) ranks.
-    """
-    return _own_parameters(name, model, tp) + _expert_parameters(name, model, expert_ranks)
-
-
 def model_parameters(name: str, model: ModelConfig) -> int:
     """Return the number of the model's parameters in a layer, without padding."""
     return kind_in(model, name).model_parameters(model) + _expert_parameters(name, model, 1)
 
 
 def layout_parameters(name: str, layout: Scenario) -> int:
-    """Return a layer's parameters on a rank that one of `Scenario.layouts` covers: routed experts, or all others, with
-    their adapters.
+    """Return a layer's parameters on a rank that one of `Scenario.layouts` covers, exactly as `model/specs.py` builds
+    them: routed experts, or all others, with their adapters.
     """
     count = _expert_parameters if layout.experts_alone else _own_parameters
     return count(name, layout.model, layout.dims.tp) + adapter_parameters(name, layout)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megavlm.arch.connector import connector_of
 from megavlm.arch.dims import Dims
 from megavlm.arch.image_tokens import tokens_per_grid
-from megavlm.arch.kinds import layer_cost, local_parameters, saved_bytes
+from megavlm.arch.kinds import layer_cost, model_parameters, saved_bytes
 from megavlm.arch.layers import PROJECTOR
 from megavlm.arch.scenario import scenario_of
 from megavlm.arch.workload import image_workload
@@ -334,7 +334,7 @@ def test_a_connector_is_what_it_says(single: Single, name: str, frozen: bool) ->
     with torch.no_grad():
         for param in part.parameters():
             param.normal_(0, 0.02)
-    assert sum(param.numel() for param in part.parameters()) == local_parameters(PROJECTOR, model, 1)
+    assert sum(param.numel() for param in part.parameters()) == model_parameters(PROJECTOR, model)
     own = {param.untyped_storage().data_ptr() for param in part.parameters()}
     for param in part.parameters():
         param.requires_grad_(not frozen)

@@ -11,7 +11,7 @@ import pytest
 
 from megavlm.arch.dims import Dims, dims_of, with_dims
 from megavlm.arch.kind import Exchange
-from megavlm.arch.kinds import kind_in, layer_cost, layer_sizes, local_parameters, rank_parameters
+from megavlm.arch.kinds import kind_in, layer_cost, layer_sizes, model_parameters, rank_parameters
 from megavlm.arch.layers import layer_names, part_of
 from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import EXPERT_IMBALANCE, Scenario, scenario_of
@@ -73,17 +73,17 @@ def of_experts(dims: Dims, config: Config = MIXTURE, *, imbalance: float = 1.0) 
 def test_published_sizes_and_what_a_token_passes(model: ModelConfig, billions: float, active: float) -> None:
     """Qwen states 30.5 and 235 billion parameters, 3.3 and 22 billion of them active."""
     language = [name for name in layer_names(model) if part_of(name) == "language"]
-    assert sum(local_parameters(name, model, 1) for name in language) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert sum(model_parameters(name, model) for name in language) / 1e9 == pytest.approx(billions, rel=1e-3)
     work = replace(typical_workload(large(gpus=1)), token_squares=0)
     forward = sum(layer_cost(name, model, work).forward_flops for name in language)
-    embedding = local_parameters("embedding", model, 1)
+    embedding = model_parameters("embedding", model)
     assert (forward / 2 / work.tokens + embedding) / 1e9 == pytest.approx(active, rel=5e-3)
 
 
 def test_dense_layers_among_mixtures_have_one_mlp() -> None:
     model = replace(MIXTURE.model, experts=replace(MIXTURE.model.experts, dense_layers=(0,)))
-    assert local_parameters("language.layers.0", model, 1) == local_parameters("language.layers.0", SMALL.model, 1)
-    assert local_parameters(LAYER, model, 1) == local_parameters(LAYER, MIXTURE.model, 1)
+    assert model_parameters("language.layers.0", model) == model_parameters("language.layers.0", SMALL.model)
+    assert model_parameters(LAYER, model) == model_parameters(LAYER, MIXTURE.model)
     config = replace(MIXTURE, model=model)
     two = Dims(1, 2, 1, 1)
     # A dense MLP of 1,536 does half as much again as two experts of 512: the first stage gets fewer layers.
@@ -110,7 +110,7 @@ def test_experts_are_shared_by_ep_and_etp_and_their_state_by_the_rest(dims: Dims
     """bf16 weights, fp32 gradients; fp32 master weights and moments shared by expert data parallelism."""
     scenario, experts = of_experts(dims), 8 * 3 * 512 * 512 // ranks
     rest = rank_parameters(LAYER, scenario) - experts
-    assert rest == local_parameters(LAYER, MIXTURE.model, dims.tp) - 8 * 3 * 512 * 512
+    assert rest == kind_in(MIXTURE.model, LAYER).parameters(MIXTURE.model, dims.tp)
     state = model_state_bytes(LAYER, scenario)
     assert state.weights == 2 * (rest + experts)
     assert state.gradients == 4 * (rest + experts)
@@ -359,7 +359,8 @@ def test_heads_and_widths_that_tp_does_not_divide_take_what_their_padding_takes(
     padded = replace(given, model=replace(given.model, **sizes))
     for layer in (LANGUAGE, VISION):
         assert rank_flops(layer, given) == pytest.approx(rank_flops(layer, padded), rel=1e-12)
-        assert local_parameters(layer, given.model, 8) == local_parameters(layer, padded.model, 8)
+        own, wide = (kind_in(each.model, layer).parameters(each.model, 8) for each in (given, padded))
+        assert own == wide
     divided = case("qwen2_5_vl_7b", tp=4)
     whole = case("qwen2_5_vl_7b")
     assert rank_flops(LANGUAGE, divided) == tuple(flops / 4 for flops in rank_flops(LANGUAGE, whole))
@@ -424,7 +425,7 @@ def test_weights_are_held_again_in_fp8_unless_they_are_in_fp8_alone() -> None:
         argv = [*FIRST_LAST.split(), "--data-parallel-sharding", sharding]
         on_cpu, on_gpu = (scenario_of(resolved([*argv]), ONE, on_gpu=gpu) for gpu in (False, True))
         for name in on_gpu.names:
-            more = 2 * local_parameters(name, on_gpu.model, 1) if name in on_gpu.fp8 else 0
+            more = 2 * model_parameters(name, on_gpu.model) if name in on_gpu.fp8 else 0
             assert model_state_bytes(name, on_gpu).weights - model_state_bytes(name, on_cpu).weights == more, name
     alone = scenario_of(resolved([*FIRST_LAST.split(), "--fp8-param-gather"]), ONE, on_gpu=True)
     assert alone.kept_in_fp8 == alone.fp8

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks import placement_paper
 from megavlm.arch.dims import Dims, ScheduleName
-from megavlm.arch.kinds import layer_cost, layer_flops, local_parameters, model_parameters, step_flops
+from megavlm.arch.kinds import kind_in, layer_cost, layer_flops, model_parameters, step_flops
 from megavlm.arch.layers import EMBEDDING, OUTPUT, layer_names, part_of, trained_below, trained_layers, trains_weights
 from megavlm.arch.plan import even_cuts, make_plan, start_line, table
 from megavlm.arch.scenario import scenario_of
@@ -384,4 +384,5 @@ def test_flops_have_one_forward_pass_more_and_no_logits() -> None:
     ],
 )
 def test_the_output_layer_has_the_scalars_of_the_loss_alone(flags: str, count: int) -> None:
-    assert local_parameters(OUTPUT, resolved(f"{SIZES} {flags}".split()).model, 2) == count
+    model = resolved(f"{SIZES} {flags}".split()).model
+    assert kind_in(model, OUTPUT).parameters(model, 2) == count
