@@ -58,19 +58,18 @@ class MeanGradientOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor | None:
-        """Prepare the gradients of a step and return ‖G‖² ([] float64, on the device); None if fp16 overflowed.
+        """Prepare the gradients of a step and return this rank's addend of ‖G‖² ([] float64, on the device); None if
+        fp16 overflowed on any rank.
 
-        Of gradients that several ranks hold alike, each counts its `share`, so that one all-reduce adds up those of all
-        parts. A pipeline stage without experts has no part for them.
+        Of gradients that several ranks hold alike each counts its `share`, so that ‖G‖² is the sum over the world,
+        whichever parts a rank has: a pipeline stage without experts has no part for them.
         """
         if self.prepare_grads():
             return None
         gradients = defaultdict[float, list[Tensor]](list)
         for part in self.chained_optimizers:
             gradients[part.share] += part.get_main_grads_for_grad_norm()
-        squared = torch.stack([share * self._sum_of_squares(held) for share, held in gradients.items()]).sum()
-        dist.all_reduce(squared)
-        return squared
+        return torch.stack([share * self._sum_of_squares(held) for share, held in gradients.items()]).sum()
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:

@@ -56,15 +56,14 @@ def sum_over_ranks(
     for the device. Return the results before the update, and the norm of the sums of gradients over tokens: None if
     fp16 overflowed.
 
-    All ranks use the gradient norm of rank 0, so that they take equal decisions. The other ranks add x − x, which is 0
-    for a finite number and NaN otherwise: a norm that is not finite on any rank is not finite in the sum. `logits`,
-    which are equal on all ranks, are copied to the host in the same transfer.
+    `squared_norm` is a rank's addend of the squared norm. A rank that does not count adds x − x, which is 0 for a
+    finite number and NaN otherwise: a loss that is not finite on any rank is not finite in the sum. `logits`, which are
+    equal on all ranks, are copied to the host in the same transfer.
     """
     own = totals.new_zeros(()) if squared_norm is None else squared_norm
-    own_norm = own if dist.get_rank() == 0 else own - own
     own_totals = totals if counts else totals - totals
     counted = torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)
-    parts = [own_norm.reshape(1), own_totals, counted]
+    parts = [own.reshape(1), own_totals, counted]
     everything = torch.cat(parts if tallies is None else [*parts, tallies])
     dist.all_reduce(everything)
     summed = len(everything)

@@ -65,12 +65,12 @@ def find_culprit(run: Run, step: StepData, result: StepResult) -> tuple[str, dic
     Every rank calls it.
     """
     names = [name for chunk in ([*run.plan.encoder], *run.plan.chunks) for name in chunk]
-    own, norm = _computed_again(run, step.batches, names)
+    own, squared = _computed_again(run, step.batches, names)
     spike = math.isfinite(result.loss) and math.isfinite(result.grad_norm or 0.0)
-    every = of_all_ranks((own if spike else [each for each in own if not math.isfinite(each[1])][:1], norm))
+    every = of_all_ranks((own if spike else [each for each in own if not math.isfinite(each[1])][:1], squared))
     norms = sorted(each for places, _ in every for each in places)
-    largest = max(norm for _, norm in every) / max(result.trained_tokens, 1)
-    if not norms or (spike and largest < (result.grad_norm or 0.0) / 2):
+    again = sum(squared for _, squared in every) ** 0.5 / max(result.trained_tokens, 1)
+    if not norms or (spike and again < (result.grad_norm or 0.0) / 2):
         return "all is well when the step is computed again: look for a device that computes wrongly", {}
     place, how, blames_layer = norms[0][0], "is not finite", True
     if spike:
@@ -114,7 +114,9 @@ def standing_out(norms: Norms) -> tuple[DataPlace, float] | None:
 
 
 def _computed_again(run: Run, batches: Sequence[MicroBatch], names: Sequence[str]) -> tuple[Norms, float]:
-    """Return this rank's norms in order, and the norm of the gradient summed over tokens; restore all other state."""
+    """Return this rank's norms in order, and its addend of the squared norm of the gradient, summed over tokens; restore
+    all other state.
+    """
     rank, replica, engine = dist.get_rank(), run.engine.groups.coords.dp, run.engine
     before = StateBeforeStep.of(engine.model_chunks, engine.optimizer)
     seen: list[tuple[DataPlace, Tensor]] = []
@@ -135,7 +137,7 @@ def _computed_again(run: Run, batches: Sequence[MicroBatch], names: Sequence[str
     forget_errors(engine.model_chunks)
     values = torch.stack([norm.to(engine.schedule.backend.device) for _, norm in seen]).tolist() if seen else []
     norms = sorted((place, value) for (place, _), value in zip(seen, values, strict=True))
-    return norms, math.inf if squared is None else float(squared) ** 0.5
+    return norms, math.inf if squared is None else float(squared)
 
 
 def _norm(value: Tensor) -> Tensor:
