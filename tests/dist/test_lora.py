@@ -62,6 +62,7 @@ OF_EXPERTS = (
 ).split()
 # The tower and the language model below the first adapter are frozen, and features of images pass by the adapters.
 OF_SOUNDS = [*MODELS["audio"].split(), *"--lora-rank 3 --lora-targets audio language.layers.3.q_proj --lr 1e-2".split()]
+OF_LATENTS = [*MODELS["latents"].split(), *"--lora-rank 3 --lora-targets language --freeze vision projector".split()]
 FAST = (
     (2, OF_SOUNDS, "--tp 2"),
     (2, OF_SOUNDS, "--pp 2 --placement colocated"),
@@ -77,6 +78,8 @@ SLOW = (
     (2, LORA, "--pp 2"),
     (2, LORA, ""),
     (4, LORA, "--tp 2 --data-parallel-sharding none"),
+    (4, LORA, "--tp 2 --data-parallel-sharding full"),
+    (4, OF_LATENTS, "--tp 2 --cp 2"),
     (4, OF_EXPERTS, "--tp 2 --ep 2 --etp 2"),
     (2, OF_EXPERTS, "--ep 2"),
     (4, OF_EXPERTS, "--ep 2 --etp 2 --data-parallel-sharding none"),

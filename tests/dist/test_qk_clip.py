@@ -65,6 +65,7 @@ FAST = [(4, "uneven", "--tp 2 --micro-batch-size 2"), (2, "shared-kv", "--cp 2 -
 SLOW = [
     (4, "qwen2.5-vl", "--tp 2 --cp 2"),
     (4, "grouped", "--tp 2 --pp 2 --recompute-granularity full"),
+    (4, "latents", "--tp 2 --cp 2"),
     *((world, model, "--micro-batch-size 2") for world in (1, 2) for model in ("plain", "grouped")),
     (4, "qwen2.5-vl", "--tp 4 --no-sequence-parallel"),
     (4, "padded-heads", "--tp 2 --pp 2 --vpp 2"),
