@@ -114,8 +114,8 @@ def standing_out(norms: Norms) -> tuple[DataPlace, float] | None:
 
 
 def _computed_again(run: Run, batches: Sequence[MicroBatch], names: Sequence[str]) -> tuple[Norms, float]:
-    """Return this rank's norms in order, and its addend of the squared norm of the gradient, summed over tokens; restore
-    all other state.
+    """Return this rank's norms in order, and its addend of the squared norm of the gradient, summed over tokens;
+    restore all other state.
     """
     rank, replica, engine = dist.get_rank(), run.engine.groups.coords.dp, run.engine
     before = StateBeforeStep.of(engine.model_chunks, engine.optimizer)

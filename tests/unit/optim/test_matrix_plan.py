@@ -361,9 +361,7 @@ def test_an_overflow_of_any_part_lowers_the_loss_scale_of_all(monkeypatch: pytes
             scaler.update(overflowed := next(found))
             return overflowed
 
-        return SimpleNamespace(
-            grad_scaler=scaler, prepare_grads=prepare_grads, get_loss_scale=lambda: torch.ones(1)
-        )
+        return SimpleNamespace(grad_scaler=scaler, prepare_grads=prepare_grads, get_loss_scale=lambda: torch.ones(1))
 
     elsewhere = iter((0.0, 0.0, 1.0, 0.0, 0.0))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda found, op: found.clamp_(min=next(elsewhere)))
