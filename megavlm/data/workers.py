@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -90,9 +90,18 @@ class WorkerPool:
     def map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
         """Return `function(source, task)` for each task, in order.
 
-        Raises UserError, with the name of the sample, if several workers die or hang at one task.
+        Calls of several threads take turns, so that the micro-batches of a step do not wait for a whole window. Raises
+        UserError, with the name of the sample, if several workers die or hang at one task.
         """
-        return list(self._threads.map(self._call, [function] * len(tasks), tasks))
+        room = threading.Semaphore(len(self._workers))  # tasks begin in the order in which they are submitted
+
+        def submitted(task: Any) -> Future[Result]:
+            room.acquire()
+            future = self._threads.submit(self._call, function, task)
+            future.add_done_callback(lambda _: room.release())
+            return future
+
+        return [future.result() for future in [submitted(task) for task in tasks]]
 
     def close(self) -> None:
         """Kill the workers and drop their tasks. Further calls do nothing: two loaders may share the pool."""

@@ -11,12 +11,14 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -87,6 +89,33 @@ def source(folder: Path) -> FilesSource:
 
 def source_of(folder: Path) -> FilesSource:
     return FilesSource(parse([*SMALL, *sources_of(folder), "--seq-length", "96"]))
+
+
+def test_a_step_does_not_wait_for_a_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, both, order = threading.Event(), threading.Event(), list[str]()
+
+    def work(source: Any, task: str) -> None:
+        begun.set()
+        both.wait()
+        order.append(task)
+
+    def worker(source: Any) -> Any:
+        call = lambda function, task, memory: function(source, task)  # noqa: E731
+        return SimpleNamespace(call=call, lost=False, kill=lambda: None, close=lambda: None)
+
+    monkeypatch.setattr(workers, "_Worker", worker)
+    with closing(WorkerPool(cast(Any, None), 1, timeout=0)) as pool:
+        window, step = (threading.Thread(target=pool.map, args=(work, tasks)) for tasks in (["window"] * 9, ["step"]))
+        window.start()
+        begun.wait()
+        time.sleep(0.05)  # in which all of the window could be queued
+        step.start()
+        while pool._threads._work_queue.empty():
+            time.sleep(0.001)
+        both.set()
+        window.join()
+        step.join()
+    assert order[:2] == ["window", "step"]
 
 
 @pytest.mark.slow
