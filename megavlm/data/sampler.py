@@ -169,6 +169,10 @@ class PackedBatchSampler:
         """Raise UserError if `windows` windows without a usable sample are too many, or every record was skipped."""
         lost = {skip.label: skip for skip in skipped if not skip.partly}
         every = bool(self._divided.epoch) and len(lost) >= (self._divided.epoch or 0)
+        if windows == _EMPTY_WINDOWS and not lost:
+            raise UserError(
+                f"--validation-split holds out all records of {windows} windows: lower it, or raise --packing-window"
+            )
         if every or windows == _EMPTY_WINDOWS:
             which = f"{len(lost):,} record{'s' if len(lost) > 1 else ''}"
             raise UserError(

@@ -282,10 +282,19 @@ def test_replicas_that_lost_other_samples_disagree(lost: bool) -> None:
     assert counts.agree(3) is not lost
 
 
-def test_data_without_a_usable_sample_says_why() -> None:
-    bad = Skipped("train.jsonl:3", "train", Reason.MISSING, "no cat.jpg")
-    given_sampler = PackedBatchSampler(lambda number: Window((), 1, (bad,)), count=1, windows=Windows(1), seq_length=8)
-    with pytest.raises(UserError, match=r"none of the first 1 record .* 1 × missing_file, as train.jsonl:3"):
+BAD = Skipped("train.jsonl:3", "train", Reason.MISSING, "no cat.jpg")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "said"),
+    [
+        ((BAD,), r"none of the first 1 record .* 1 × missing_file, as train.jsonl:3"),
+        ((), "--validation-split holds out all records of 4 windows"),
+    ],
+)
+def test_data_without_a_usable_sample_says_why(skipped: tuple[Skipped, ...], said: str) -> None:
+    given_sampler = PackedBatchSampler(lambda number: Window((), 1, skipped), count=1, windows=Windows(1), seq_length=8)
+    with pytest.raises(UserError, match=said):
         given_sampler.batch_at(given_sampler.start)
     given_sampler.close()
 
