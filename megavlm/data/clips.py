@@ -41,6 +41,7 @@ MAX_FRAMES = 2**18  # of a clip: two hours at 30 frames per second
 _MAX_DECODED = 2**38  # pixels that are decoded for one clip: 18 minutes of 4K at 30 frames per second
 # Codecs that mark the frames from which no other frame is predicted. (HEVC marks them within their layer only.)
 _SAYS_WHAT_IS_UNUSED = ("h264", "mpeg4", "mpeg2video", "mpeg1video")
+_VP8, _SHOWN = ("vp8", "libvpx"), 0x10  # a bit of the first byte; other frames only serve to predict (RFC 6386, 9.1)
 # Playlists name other files and URLs: playlist formats are not read, and FFmpeg may not open anything by name.
 _OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,ivf,h264,hevc,m4v,"
@@ -67,8 +68,11 @@ def probe(source: Source, *, max_pixels: int) -> Clip:
     """
     with _opened(source, max_pixels) as (container, stream):
         index = _index(container, stream)
-        container.seek(index.marks[0], stream=stream)
-        if (first := next(container.decode(stream), None)) is None:
+        for start in (index.marks[0], min(0, index.marks[0])):  # some containers seek inexactly
+            container.seek(start, stream=stream)
+            if (first := next(container.decode(stream), None)) is not None:
+                break
+        else:
             raise BadSample(Reason.CORRUPT, "the first frame of the clip cannot be decoded")
         turned = first.rotation % 180 != 0
         height, width = (first.width, first.height) if turned else (first.height, first.width)
@@ -98,11 +102,7 @@ def sound(source: Source, *, longest: int) -> NDArray[np.float32]:
     Raises BadSample if the file is missing, damaged, empty or no sound; UserError without PyAV.
     """
     av, found, count = _pyav(), list[NDArray[np.float32]](), 0
-    try:
-        file = _file(source)
-    except OSError as error:
-        raise BadSample(Reason.MISSING, f"the sound cannot be opened: {error}") from error
-    with file:
+    with _file(source) as file:
         try:
             with av.open(file, options=_SOUND_OPTIONS) as container:
                 if not container.streams.audio:
@@ -193,32 +193,27 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
         if packets > MAX_FRAMES:
             raise BadSample(Reason.ENDLESS, f"the clip has more than {MAX_FRAMES} frames")
         stamp = packet.pts if packet.pts is not None else packet.dts
-        if stamp is None or packet.is_discard:
+        is_hidden = stream.codec_context.name in _VP8 and not memoryview(packet)[0] & _SHOWN
+        if stamp is None or packet.is_discard or is_hidden:
             continue
         marks.append(stamp)
         if packet.is_keyframe:
             keys.append(stamp)
     if not marks:
         raise BadSample(Reason.NO_FRAMES, "the clip has no frames")
-    if container.format.name.startswith("mov") and packets < stream.frames:  # other formats may count too many
-        raise BadSample(
-            Reason.TRUNCATED, f"the clip has {packets} frames of the {stream.frames} that its header counts"
-        )
-    # AVI stores no presentation times, and FFmpeg's estimates of them are wrong for streams with B-frames.
-    counted = container.format.name == "avi" and stream.codec_context.name in ("h264", "hevc")
+    listed = len(stream.index_entries)  # without those that an edit of the clip leaves out
+    if container.format.name.startswith("mov") and packets < listed:  # other formats may count too many
+        raise BadSample(Reason.TRUNCATED, f"the clip has {packets} frames of the {listed} that its header counts")
+    # AVI and ASF store no presentation times, and FFmpeg's estimates of them are wrong for streams with B-frames.
+    counted = container.format.name in ("avi", "asf") and stream.codec_context.name in ("h264", "hevc")
     return _Index(tuple(sorted(set(marks))), () if counted else tuple(sorted(keys)), counted)
 
 
 @contextmanager
 def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open a clip within this context, and raise BadSample in place of PyAV's errors."""
-    av = _pyav()
-    try:
-        file = _file(source)
-    except OSError as error:
-        raise BadSample(Reason.MISSING, f"the clip cannot be opened: {error}") from error
-    is_clip = False
-    with file:
+    av, is_clip = _pyav(), False
+    with _file(source) as file:
         try:
             with av.open(file, options=_OPTIONS) as container:
                 is_clip = True
@@ -251,11 +246,14 @@ def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, V
 
 
 def _file(source: Source) -> IO[bytes]:
-    """Return a clip or a sound as an open file: PyAV would interpret a name as a URL or a playlist."""
-    if isinstance(source, FileRange):
-        return source.open()
-    content = content_of(source)
-    return BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+    """Open a clip or a sound as a file: PyAV would interpret a name as a URL or a playlist. Raises BadSample."""
+    try:
+        if isinstance(source, FileRange):
+            return source.open()
+        content = content_of(source)
+        return BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+    except OSError as error:
+        raise BadSample(Reason.MISSING, f"it cannot be opened: {error}") from error
 
 
 def _upright(pixels: Pixels, rotation: float) -> Pixels:

@@ -36,8 +36,16 @@ def test_frames_of_all_containers(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         assert len(decoded) <= 2 + 2 + 2, "from the key frames 0, 12 and 18 on, no others are decoded"
 
 
-def test_frames_of_avi_are_those_that_were_asked_for() -> None:
-    content = clip(20, kind="avi", codec="libx264")
+@pytest.mark.parametrize(("kind", "count"), [("mp4", 3), ("mkv", 3), ("flv", 3), ("mpegts", 20)])
+def test_a_clip_of_one_key_frame(kind: str, count: int) -> None:
+    content = clip(count, kind=kind, group=250)
+    assert len(clips.probe(content, max_pixels=ANY).times) == count
+    assert numbers(content, tuple(range(count))) == list(range(count))
+
+
+@pytest.mark.parametrize("kind", ["avi", "asf"])
+def test_frames_of_containers_without_times_are_those_that_were_asked_for(kind: str) -> None:
+    content = clip(20, kind=kind, codec="libx264")
     assert [numbers(content, (number,)) for number in range(20)] == [[number] for number in range(20)]
     assert numbers(content, (1, 2, 7, 13, 19)) == [1, 2, 7, 13, 19]
 
@@ -57,6 +65,37 @@ def test_frames_that_nothing_needs_are_passed_over(monkeypatch: pytest.MonkeyPat
             assert np.array_equal(frame, expected[number])
         assert len(decoded) < 0.75 * sum(range(1, 25))
         monkeypatch.undo()
+
+
+def test_of_a_trimmed_clip_the_frames_that_are_left_are_read() -> None:
+    """As phones trim: the file still has all frames, and an edit list says which are shown."""
+    content = bytearray(clip(30))
+    at = content.index(b"elst") + 12
+    duration, begin = struct.unpack_from(">Ii", content, at)
+    struct.pack_into(">Ii", content, at, duration // 2, begin + 7 * 1024)
+    assert len(clips.probe(bytes(content), max_pixels=ANY).times) == 15
+    assert numbers(bytes(content), tuple(range(15))) == list(range(7, 22))
+
+
+def test_frames_that_are_never_shown_are_none_of_a_clip() -> None:
+    """VP8 has some to predict others from, in packets of their own."""
+    import av
+
+    with (
+        av.open(io.BytesIO(clip(20, kind="webm", codec="libvpx"))) as given,
+        av.open(content := io.BytesIO(), "w", format="webm") as to,
+    ):
+        stream = to.add_stream_from_template(given.streams.video[0])
+        for packet in given.demux(given.streams.video[0]):
+            packets = [packet] if packet.size else []
+            if packet.pts == 500:
+                packets.append(av.Packet(bytes([bytes(packet)[0] & ~0x10]) + bytes(packet)[1:]))
+                packets[1].pts, packets[1].time_base = packet.pts + 1, packet.time_base
+            for each in packets:
+                each.stream = stream
+                to.mux(each)
+    assert len(clips.probe(content.getvalue(), max_pixels=ANY).times) == 20
+    assert numbers(content.getvalue(), tuple(range(20))) == list(range(20))
 
 
 def test_frames_at_irregular_times() -> None:
