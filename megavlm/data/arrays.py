@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.data.decode import (
+    LYING,
+    ORIENTATION,
     TIFF,
     Source,
     as_bad_sample,
@@ -201,7 +203,18 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
             raise BadSample(Reason.CORRUPT, "its strips or tiles are too many, or overlap: save it again")
         if pixels:
             _check_expansion(file, series)
-        return np.asarray(series.asarray(maxworkers=1)) if pixels else _empty(series.shape, np.dtype(series.dtype))
+        found = np.asarray(series.asarray(maxworkers=1)) if pixels else _empty(series.shape, np.dtype(series.dtype))
+        return _turned(found, series.axes, series.keyframe.tags.valueof(ORIENTATION, 1))
+
+
+def _turned(array: NDArray[Any], axes: str, orientation: int) -> NDArray[Any]:
+    """Return an array, whose axes have names as in "SYX", turned upright by a TIFF's orientation, 1 to 8."""
+    if orientation == 1:
+        return array
+    rows, columns = axes.index("Y"), axes.index("X")
+    turned = array.swapaxes(rows, columns) if orientation in LYING else array
+    flipped = [rows] * (orientation in (3, 4, 7, 8)) + [columns] * (orientation in (2, 3, 6, 7))
+    return np.flip(turned, tuple(flipped))
 
 
 def _check_expansion(file: IO[bytes], series: Any) -> None:

@@ -47,7 +47,7 @@ _SLOW_VALUES = 2**23  # most values of an image that Pillow decodes in Python: r
 _HEADER = 4096  # bytes in which the header of a PPM ends
 _PLAIN = (b"P1", b"P2", b"P3")  # PPMs in text form: for each comment, Pillow copies up to a megabyte
 _TEXT, _MOST_COMMENTS = 2**26, 1000  # most bytes and comments of a PPM in text form
-_ORIENTATION = 0x0112
+ORIENTATION = 0x0112
 _NOTES = (b"Raw profile type exif", b"XML:com.adobe.xmp")  # texts of a PNG that say its orientation
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -58,7 +58,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_LYING = (5, 6, 7, 8)
+LYING = (5, 6, 7, 8)
 # The exceptions that Pillow's parsers raise for damaged files. MemoryError is not among them: it is no fault of the
 # image.
 _DAMAGED = (
@@ -153,7 +153,7 @@ def _size_in(head: bytes, length: int, max_pixels: int) -> tuple[int, int] | Non
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """Return the (height, width) of an image once it is turned as its EXIF orientation says."""
     width, height = image.size  # Pillow says the upright size of a TIFF
-    return (width, height) if image.format != "TIFF" and _orientation(image) in _LYING else (height, width)
+    return (width, height) if image.format != "TIFF" and _orientation(image) in LYING else (height, width)
 
 
 @contextmanager
@@ -317,8 +317,8 @@ def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8; 1 (upright) if the image has none or it cannot be read."""
     try:
         if image.format == "PNG" and not _has_notes_behind(image):
-            return int(Image.Image.getexif(image).get(_ORIENTATION, 1))
-        return int(image.getexif().get(_ORIENTATION, 1))
+            return int(Image.Image.getexif(image).get(ORIENTATION, 1))
+        return int(image.getexif().get(ORIENTATION, 1))
     except _DAMAGED:  # the pixels may be intact although the metadata are damaged
         return 1
 
@@ -337,10 +337,13 @@ def _has_notes_behind(image: Any) -> bool:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):  # which Pillow scales to 16 bits
         return Image.fromarray((np.array(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode == "F" and not np.isfinite(np.array(image)).all():
-        raise BadSample(Reason.CORRUPT, "it has values that are not finite: fill them in before training")
+    if image.mode in ("I", "F"):
+        values = np.array(image)
+        low, high = values.min(), values.max()
+        if not (low >= 0 and 1 < high <= 255):  # would be black or white, as values that are not finite
+            raise BadSample(Reason.UNSUPPORTED, f"its values, {low:g} to {high:g}, are not those of 8 bits: save a PNG")
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")

@@ -24,6 +24,7 @@ from PIL import Image
 
 from megavlm.data import arrays
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
+from megavlm.data.decode import decode
 from megavlm.data.types import ImageRef
 from megavlm.data.visuals import first_frame
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -94,6 +95,17 @@ def test_photos_keep_their_mode(mode: str, dtype: str, channels: int) -> None:
         assert Image.open(io.BytesIO(out.getvalue())).mode == mode
         assert array_size(out.getvalue(), channels=channels, max_pixels=MOST) == upright.shape[:2]
         np.testing.assert_array_equal(read_array(out.getvalue(), channels=channels, max_pixels=MOST), upright)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_is_turned_as_a_photo_is(orientation: int) -> None:
+    pixels, tag = image(3, "uint8"), [(0x0112, "H", 1, orientation, True)]
+    tifffile.imwrite(photo := io.BytesIO(), pixels, photometric="rgb", extratags=tag)
+    tifffile.imwrite(apart := io.BytesIO(), np.moveaxis(pixels, -1, 0), photometric="minisblack", extratags=tag)
+    upright = decode(photo.getvalue())
+    for file in (photo, apart):
+        assert array_size(file.getvalue(), channels=3, max_pixels=MOST) == upright.shape[:2]
+        np.testing.assert_array_equal(read_array(file.getvalue(), channels=3, max_pixels=MOST), upright)
 
 
 class Evil:

@@ -62,8 +62,8 @@ def test_transparency_lies_over_white(mode: str) -> None:
 
 def test_sixteen_bits_keep_the_high_byte() -> None:
     values = np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=np.uint16)
-    pixels = decode(encoded(Image.fromarray(values)))
-    np.testing.assert_array_equal(pixels, np.repeat((values >> 8)[..., None], 3, axis=2))
+    for content in (encoded(Image.fromarray(values)), b"P5 3 2 65535 " + values.astype(">u2").tobytes()):
+        np.testing.assert_array_equal(decode(content), np.repeat((values >> 8)[..., None], 3, axis=2))
 
 
 @pytest.mark.parametrize("orientation", range(1, 10))  # 9 is none
@@ -103,11 +103,12 @@ def test_of_an_animation_the_first_frame(file_format: str) -> None:
     assert tuple(decode(data)[4, 4]) == RED
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_tiff_of_numbers_that_are_not_finite_is_a_bad_sample(value: float) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.5, -1.0, -1, 256])
+def test_a_tiff_of_other_values_than_bytes_is_a_bad_sample(value: float) -> None:
     buffer = BytesIO()
-    Image.fromarray(np.array([[value, 1.0]], np.float32)).save(buffer, "TIFF")
-    with pytest.raises(BadSample, match="not finite: fill them in"):
+    kind = np.int32 if isinstance(value, int) else np.float32
+    Image.fromarray(np.array([[value, 1]], kind)).save(buffer, "TIFF")
+    with pytest.raises(BadSample, match="are not those of 8 bits: save a PNG"):
         decode(buffer.getvalue())
 
 
