@@ -304,6 +304,13 @@ def _of_folder(folder: str, files: Sequence[str]) -> list[str]:
     return [f"{below}{name}" for name in found]
 
 
+def without_other_splits(names: Sequence[str]) -> list[str]:
+    """Return file names without those of other splits (test, val, …), if some say that they are of `train`."""
+    if not any(map(_TRAIN.search, names)):
+        return [*names]
+    return [name for name in names if _TRAIN.search(name) or not _OTHERS.search(name)]
+
+
 def _configurations(readme: Path) -> Mapping[str, Any]:
     """Return the configurations in a data set's README.md, by name; empty if it has none or cannot be read."""
     import yaml  # type: ignore[import-untyped, unused-ignore]

@@ -23,6 +23,7 @@ from megavlm.inputs.bad_sample import BadSample
 from megavlm.paths import open_regular
 from megavlm.storage import complaint, is_url, without_secrets
 from megavlm.storage.cache import local_path
+from megavlm.storage.hub import without_other_splits
 
 _TABLES = (".parquet", ".arrow")
 _FILES = (".json", ".jsonl", ".ndjson", ".txt", *DELIMITERS, *_TABLES)  # suffixes of the files of a folder
@@ -38,6 +39,7 @@ _UNREAD = {
     b"PK\3\4": "is a zip archive: unpack it",
     b"\xff\xfe": "is UTF-16: convert it, as iconv -f UTF-16 -t UTF-8 does",
 }
+_META = re.compile(rb'\s*\{\s*"[^"]*"\s*:\s*\{\s*"root"\s*:[^{}]*"annotation"\s*:')  # InternVL's list of data sets
 _LOOKED_AT = 100  # most records that are read to detect the kind
 _NAMED = 30  # most fields that a message names
 _PICTURE = re.compile("image|img|pic|photo|video|figure|frame|jpe?g|png", re.IGNORECASE)
@@ -71,7 +73,7 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None, answers: b
     if answers and source.kind == "auto":  # ms-swift's are also conversations
         source = replace(source, kind="preferences")
     _check_columns(source)
-    container = _container(source, partial(_columns_read, source))
+    container = _container(source, files_of(source), partial(_columns_read, source))
     find, find_video = _finders(source)
     kind, unread = _kind_of(source, container)
     if pairs is not None and (kind == "pairs") != pairs:
@@ -102,14 +104,14 @@ def open_rows(source: DatasetConfig, option: str) -> RawRecords:
     try:
         if is_tars(source):
             raise _wrong(source, "has tars, which only --datasets and --validation read: give a file of records")
-        container = _container(source, list)
+        container = _container(source, files_of(source, every=True), list)
         return RawRecords(Renamed(container, source.columns) if source.columns else container, *_finders(source))
     except UserError as error:
         raise UserError(str(error).replace("--datasets", option, 1)) from error
 
 
-def _container(source: DatasetConfig, choose: Choose) -> Container:
-    containers = [_open_file(source, file, choose) for file in files_of(source)]
+def _container(source: DatasetConfig, files: Sequence[Path], choose: Choose) -> Container:
+    containers = [_open_file(source, file, choose) for file in files]
     container = containers[0] if len(containers) == 1 else Joined(containers)
     if not len(container):
         raise _wrong(source, "has no records: name a file that has some")
@@ -140,8 +142,10 @@ def _finders(source: DatasetConfig) -> tuple[FindFile, FindVideo]:
     return partial(file_below, Path(root)), partial(video_below, Path(root))
 
 
-def files_of(source: DatasetConfig) -> list[Path]:
-    """Return the files of a data set that is not tars, in order. Raises UserError if there are none."""
+def files_of(source: DatasetConfig, *, every: bool = False) -> list[Path]:
+    """Return the files of a data set that is not tars, in order; of a folder those of the training split, or `every`
+    one. Raises UserError if there are none.
+    """
     path = _local(source)
     if path.is_file():
         return [path]
@@ -155,7 +159,8 @@ def files_of(source: DatasetConfig) -> list[Path]:
         return found
     if not path.is_dir():
         raise _wrong(source, "is not a file or folder: check the path")
-    found = sorted((file for file in path.iterdir() if file.suffix.lower() in _FILES), key=lambda file: file.name)
+    names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in _FILES and file.name[0] != ".")
+    found = [path / name for name in (names if every else without_other_splits(names))]
     suffixes = sorted({file.suffix.lower() for file in found})
     if len(suffixes) != 1:
         what = f"has files of several kinds ({', '.join(suffixes)})" if found else f"has no {', '.join(_FILES)} or .tar"
@@ -176,6 +181,8 @@ def _open_file(source: DatasetConfig, file: Path, choose: Choose) -> Container:
     for start, what in _UNREAD.items():
         if head.startswith(start):
             raise _wrong(source, what, file)
+    if _META.match(head):
+        raise _wrong(source, "lists data sets: name each, as ANNOTATION,image_root=ROOT,weight=LENGTH", file)
     if suffix in _TABLES or suffix in DELIMITERS:
         try:
             return CsvFile(file) if suffix in DELIMITERS else TableFile(file, choose)

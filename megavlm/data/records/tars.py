@@ -33,6 +33,7 @@ from megavlm.files import replace_file
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import FileRange
 from megavlm.storage.cache import DATASETS, SPLIT, home, local_path, place_of_home
+from megavlm.storage.hub import without_other_splits
 
 _INDEX = ".idx"  # appended to the name of a tar, gives the name of its index
 _READERS = 8  # tars that are indexed at once: most of the time is spent waiting for a disk or a network
@@ -90,15 +91,16 @@ def _tars_of(path: Path) -> list[Tar]:
 
 
 def _trained_on(folder: Path) -> list[str]:
-    """Return the sorted names of a folder's tars for training: those that SPLIT lists or, without SPLIT, all.
+    """Return the sorted names of a folder's tars for training: those that SPLIT lists or, without SPLIT, all but those
+    of other splits beside training tars.
 
     Subfolders are included. Raises ValueError if there are no tars, or if SPLIT lists a tar that does not exist.
     """
-    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.tar")}
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*.tar")}  # macOS adds ._0.tar to 0.tar
     if not names:
         raise ValueError("has no tars")
     if not (folder / SPLIT).is_file():
-        return sorted(names)
+        return without_other_splits(sorted(names))
     try:
         noted = yaml.load((folder / SPLIT).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         listed, left_out = list(noted["split_parts"]["train"]), list(noted.get("exclude") or ())

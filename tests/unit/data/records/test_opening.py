@@ -98,12 +98,16 @@ def test_text_has_a_document_per_line(folder: Path) -> None:
 
 
 def test_a_folder_is_its_files_by_name(folder: Path) -> None:
+    """Those of other splits are left out beside those of the training split."""
     parts = folder / "parts"
     parts.mkdir()
-    for name, numbers in (("b.jsonl", [2]), ("a.jsonl", [0, 1])):
+    for name, numbers in (("b.jsonl", [2]), ("a.jsonl", [0, 1]), ("c-test.jsonl", [3]), ("c-train.jsonl", [4])):
         (parts / name).write_text(as_lines([llava(number) for number in numbers]))
-    records = opened(parts, image_root=str(folder))
-    assert [c.turns[1].parts[0] for c in conversations(records)] == ["answer 0", "answer 1", "answer 2"]
+    (parts / "._a.json").write_bytes(b"\0")  # as macOS has it
+    for expected in ((0, 1, 2, 4), (0, 1, 2, 3)):
+        records = opened(parts, image_root=str(folder))
+        assert [c.turns[1].parts[0] for c in conversations(records)] == [f"answer {number}" for number in expected]
+        (parts / "c-train.jsonl").unlink(missing_ok=True)
     assert records.label(2) == "b.jsonl:1"
 
 
@@ -147,6 +151,7 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
             "fields 'question', none of conversations; messages; .*columns=answer:NAME",
         ),
         ("d.parquet", b"PAR1 not really", "is no parquet file"),
+        ("d.json", b'{\n "a": {"root": "x", "annotation": "a.jsonl"}\n}', "name each, as ANNOTATION,image_root=ROOT"),
     ],
 )
 def test_what_is_wrong_with_a_source_is_one_line(folder: Path, name: str, data: bytes | None, message: str) -> None:

@@ -283,6 +283,14 @@ def test_what_is_damaged_after_it_was_opened_costs_its_samples(folder: Path) -> 
     assert answers[7:] == ["truncated"] * 3 + ["missing_file"] * 5
 
 
+def test_tars_of_other_splits_are_left_out_beside_those_of_the_training_split(folder: Path) -> None:
+    (folder / "1.tar").rename(folder / "1-val.tar")
+    (folder / "._0.tar").write_bytes(b"of macOS")
+    assert found(opened(folder)) == ANSWERS
+    (folder / "2.tar").rename(folder / "train.tar")
+    assert found(opened(folder)) == ANSWERS[:5] + ANSWERS[10:]
+
+
 def test_what_energon_noted_is_what_is_trained_on(folder: Path) -> None:
     (folder / ".nv-meta").mkdir()
     split = folder / ".nv-meta/split.yaml"
