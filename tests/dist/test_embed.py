@@ -51,8 +51,9 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
     from dataclasses import replace
 
     with started(argv, run_dir, with_pretrained_model) as run:
+        find = partial(file_below, Path(root))
         samples = [
-            run.source.embedded(replace(text_turn(json.loads(line), partial(file_below, Path(root))), role="positive"))
+            run.source.embedded(replace(text_turn(json.loads(line), find, find), role="positive"))
             for line in Path(records).read_text().splitlines()
         ]
         spec = CollateSpec.of(run.config, run.source)

@@ -290,7 +290,7 @@ def test_each_format_has_the_same_pairs(tmp_path: Path) -> None:
         {"conversations": [{"from": "human", "value": "how many ?"}], "chosen": good, "rejected": bad},
         {"instruction": "how", "input": "many ?", "chosen": "[1, 2]", "rejected": "three"},
     ]
-    read = [record_of(record, "preferences", lambda name: name) for record in records]
+    read = [record_of(record, "preferences", str, str) for record in records]
     said = [
         [[(turn.role, "".join(turn.parts).replace("\n", " ")) for turn in one.turns] for one in each.conversations()]
         for each in read
@@ -313,7 +313,7 @@ def test_each_format_has_the_same_rated_answer() -> None:
         {"query": "how many ?", "response": "[1, 2]", "label": False},
         {"instruction": "many ?", "output": "[1, 2]", "history": [["how", "what ?"]], "kto_tag": "0"},
     ]
-    read = [record_of(record, "preferences", lambda name: name) for record in records]
+    read = [record_of(record, "preferences", str, str) for record in records]
     assert [each.answers for each in read] == [(2, 0)] * 4 + [(0, 2), (0, 4)]
     assert {each.identities for each in read[:5]} == {read[0].identities}
     assert [turn.parts for turn in read[5].turns] == [("how",), ("what ?",), ("many ?",), ("[1, 2]",)]
@@ -326,7 +326,7 @@ def test_each_format_has_the_same_rated_answer() -> None:
     }
     for message, record in wrong.items():
         with pytest.raises(BadSample, match=message) as told:
-            record_of(record, "preferences", lambda name: name)
+            record_of(record, "preferences", str, str)
         assert "\n" not in str(told.value)
     with pytest.raises(BadSample, match="one rated answer, which --objective kto reads"):
         Encoder.encoded(SimpleNamespace(rates=False), read[0], source=0)

@@ -127,7 +127,8 @@ def video_of(value: Any, find: FindVideo, fps: Any = None) -> VideoRef:
     rate = _rate(fps)
     if isinstance(value, Mapping):
         named = next((value[place] for place in VIDEO_PLACES if value.get(place) is not None), None)
-        found = limited(video_of(named, find, value.get("fps", fps)), value)
+        own = value.get("fps") if value.get("fps") is not None else value.get("sample_fps", fps)  # Qwen's, of frames
+        found = limited(video_of(named, find, own), value)
     elif isinstance(value, list | tuple) and value:
         found = VideoRef(tuple(image_of(frame, _image_by(find)) for frame in value))
     else:
@@ -202,7 +203,8 @@ def video_below(root: Path, name: str) -> VideoRef:
     if not is_folder:
         return VideoRef(file_below(root, name).source)
     with os.scandir(folder) as entries:
-        files = {entry.name: entry for entry in entries if Path(entry.name).suffix.lower() in _FRAMES}
+        names = {entry.name: entry for entry in entries if entry.name[0] != "."}  # of macOS
+    files = {name: entry for name, entry in names.items() if Path(name).suffix.lower() in _FRAMES}
     if not 0 < len(files) <= _MOST_FRAMES:
         raise BadSample(
             Reason.NO_FRAMES, f"the folder {shown(name)} holds {len(files)} images, 1 to {_MOST_FRAMES} are read"
@@ -220,11 +222,6 @@ def video_below(root: Path, name: str) -> VideoRef:
 def stored_video(find: FindFile, name: str) -> VideoRef:
     """Return the video file `name` in a store, looked up with `find`; folders of frames are not read from stores."""
     return VideoRef(find(name).source)
-
-
-def no_videos(name: str) -> VideoRef:
-    """Raise BadSample: the `FindVideo` of a data set whose videos cannot be read."""
-    raise BadSample(Reason.UNSUPPORTED, f"the video {shown(name)}: this data set's videos cannot be read")
 
 
 def natural(name: str) -> list[Any]:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from megavlm.config.messages import shown
-from megavlm.data.records.media import FindFile, FindVideo, no_videos
+from megavlm.data.records.media import FindFile, FindVideo
 from megavlm.data.records.turns import (
     VISUALS,
     Parts,
@@ -203,7 +203,7 @@ def content_of(record: Record) -> dict[str, Any]:
     return {name: record[name] for name in fields if name not in _NO_CONTENT and record.get(name) is not None}
 
 
-def record_of(record: Any, kind: str, find: FindFile, find_video: FindVideo = no_videos) -> Conversation:
+def record_of(record: Any, kind: str, find: FindFile, find_video: FindVideo) -> Conversation:
     """Convert a record of a kind to a conversation; `find` looks up an image by its name, `find_video` a video.
 
     Raises no error but BadSample.

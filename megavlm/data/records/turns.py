@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from megavlm.config.messages import shown
@@ -26,7 +26,6 @@ from megavlm.data.records.media import (
     are_frames,
     image_of,
     limited,
-    no_videos,
     sound_of,
     video_of,
 )
@@ -45,7 +44,8 @@ _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
 }
-_OF_TOOLS = ("tool", "function", "function_call", "observation", "tool_call", "tool_response")
+# Roles of messages and fields of answers that hold calls of tools.
+_OF_TOOLS = ("tool", "function", "function_call", "observation", "tool_call", "tool_calls", "tool_response")
 _SPEAKERS, _CONTENTS = ("role", "from"), ("content", "value", "text")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of an answer, before its text
 _EXCHANGE: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -96,7 +96,7 @@ def visuals_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo)
     return [image_of(image, find) for image in listed(record, "images", "image")], [*videos], [*sounds]
 
 
-def text_turn(record: Mapping[str, Any], find: FindFile, find_video: FindVideo = no_videos) -> Turn:
+def text_turn(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) -> Turn:
     """Return the single turn of a plain-text record with its images; the text may be missing. Raises BadSample."""
     return conversation(
         record, lambda reader: [("text", parts_of(record.get("text"), reader))], find, find_video
@@ -119,14 +119,16 @@ def turns_in(content: Any, reader: Reader) -> Turns:
         if name is None and (said := [(role, turn[key]) for key, role in _EXCHANGE.items() if key in turn]):
             turns += [(role, parts_of(text, reader)) for role, text in said]
             continue
+        if name in _OF_TOOLS or any(turn.get(field) for field in _OF_TOOLS):
+            raise BadSample(Reason.ROLE, "it has calls of tools, which are not trained: leave the record out")
         role = _ROLES.get(name.lower()) if isinstance(name, str) else None
         if role is None:
-            tools = ": calls of tools are not trained, leave the record out" if name in _OF_TOOLS else ""
-            raise BadSample(Reason.ROLE, f"the role {shown(name)} is not one of {', '.join(_ROLES)}{tools}")
+            raise BadSample(Reason.ROLE, f"the role {shown(name)} is not one of {', '.join(_ROLES)}")
         if not any(field in turn for field in _CONTENTS):
             fields = shown(sorted(map(str, turn)))
             raise BadSample(Reason.NOT_A_RECORD, f"a turn has no field `content` or `value`, but {fields}: rename it")
-        parts = parts_of(_first(turn, _CONTENTS), reader)
+        own = chain(*visuals_of(turn, reader.find, reader.find_video))  # as in GLM-4V's data
+        parts = [*(piece for each in own for piece in (each, "\n")), *parts_of(_first(turn, _CONTENTS), reader)]
         thoughts = _first(turn, _THOUGHTS) if role == "assistant" and parts else None
         if isinstance(thoughts, str) and thoughts.strip():
             parts = [*parts_of(f"<think>\n{thoughts}\n</think>\n\n", reader), *parts]
@@ -214,7 +216,7 @@ def _part(part: Mapping[str, Any], find: Reader) -> Parts:
         return [image_of(part, find.find) if has_own else limited(SLOT, part)]
     if kind in _VIDEO_PARTS:
         has_own = any(part.get(place) is not None for place in VIDEO_PLACES)
-        return [video_of(part, find.find_video, part.get("fps")) if has_own else limited(VIDEO_SLOT, part)]
+        return [video_of(part, find.find_video) if has_own else limited(VIDEO_SLOT, part)]
     if kind in _AUDIO_PARTS:
         named = next((part[place] for place in (*_AUDIO_PARTS, *PLACES) if part.get(place) is not None), None)
         return [AUDIO_SLOT if named is None else sound_of(named, find.find)]
@@ -234,12 +236,14 @@ def _split(text: str, tags: Sequence[str]) -> Parts:
 def listed(record: Mapping[str, Any], *fields: str) -> list[Any]:
     """Return the values of the first of `fields` that is not empty: a list, a list as JSON, or a single value.
 
-    A list of pictures in the field `video` is a single one.
+    A list of pictures in the field `video` is a single one. Nulls are left out, also where a table has them as
+    {"bytes": null, "path": null}.
     """
     for field in fields:
         value = from_cell(record.get(field))
-        if value is not None and value != []:
-            return list(value) if isinstance(value, list) and not (field == "video" and are_frames(value)) else [value]
+        values = value if isinstance(value, list) and not (field == "video" and are_frames(value)) else [value]
+        if found := [each for each in values if each not in (None, [], {"bytes": None, "path": None})]:
+            return found
     return []
 
 

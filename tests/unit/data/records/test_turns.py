@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.file_source import FilesSource
+from megavlm.data.records import shapes
 from megavlm.data.records.media import file_below, image_of, video_below, video_of
-from megavlm.data.records.shapes import SHAPES, record_of, shape_of
+from megavlm.data.records.shapes import SHAPES, shape_of
 from megavlm.data.records.tar_sample import conversation_of_parts
 from megavlm.data.records.writing import parts_of
 from megavlm.data.types import Conversation, ImageRef, Segment, SoundRef, Turn, VideoRef
@@ -34,6 +35,8 @@ from tests.support.hostile import reason_of
 def find(name: str) -> ImageRef:
     return ImageRef(name.encode())
 
+
+record_of = partial(shapes.record_of, find_video=lambda name: VideoRef(name.encode()))
 
 A, B = ImageRef(b"a.jpg"), ImageRef(b"b.jpg")
 EXPECTED = Conversation((Turn("user", (A, "\nWhat is this?")), Turn("assistant", ("A cat.",))))
@@ -61,6 +64,7 @@ UNTYPED = [{"image": "a.jpg", "text": None}, {"text": "\nWhat is this?"}]
     [
         (llava(QUESTION, ANSWER, image="a.jpg"), "llava"),
         (llava(QUESTION, ANSWER, image=None, images=["a.jpg"]), "llava"),
+        (llava(QUESTION, ANSWER, images=[{"bytes": None, "path": None}, None, "a.jpg"]), "llava"),
         (llava(QUESTION, ANSWER, image={"bytes": b"a.jpg", "path": None}), "llava"),
         (llava(said("user", "<image>\nWhat is this?"), said("assistant", "A cat."), image="a.jpg"), "llava"),
         (llava(human("What is this?"), ANSWER, image="a.jpg"), "llava"),  # no tag: images come first
@@ -68,6 +72,7 @@ UNTYPED = [{"image": "a.jpg", "text": None}, {"text": "\nWhat is this?"}]
         (llava({**QUESTION, "role": None, "content": None}, ANSWER, image="a.jpg"), "llava"),  # columns of other rows
         ({"conversations": json.dumps([QUESTION, ANSWER]), "image": "a.jpg"}, "llava"),
         ({"messages": [said("user", PARTS), said("assistant", "A cat.")]}, "messages"),
+        ({"messages": [{**said("user", "What is this?"), "image": "a.jpg"}, said("assistant", "A cat.")]}, "messages"),
         ({"messages": [said("user", UNTYPED), said("assistant", [{"text": "A cat."}])]}, "messages"),  # Qwen's
         (
             {
@@ -225,6 +230,7 @@ def test_text_is_one_turn() -> None:
         (llava(human("Hi"), {"role": "assistant", "message": "x"}), "llava", Reason.NOT_A_RECORD),
         (llava(ANSWER, human("Hi")), "llava", Reason.ROLE),  # would train the answer before its question
         (llava(human("Hi"), said("tool", "x")), "llava", Reason.ROLE),
+        (llava(human("Hi"), {**said("assistant", "I look."), "tool_calls": [{}]}), "llava", Reason.ROLE),
         (llava(human("<img>a.png</img>What?"), ANSWER), "llava", Reason.NOT_A_RECORD),  # would be trained blind
         (llava(human("What?"), ANSWER, image=""), "llava", Reason.NOT_A_RECORD),  # would be trained blind
         ({"question": "?", "answer": 3, "choices": ["a", "b"]}, "vqa", Reason.UNSUPPORTED),
@@ -243,7 +249,6 @@ def test_text_is_one_turn() -> None:
         (llava(human(7), ANSWER), "llava", Reason.NOT_A_RECORD),
         (llava(human("half \ud800 a pair"), ANSWER), "llava", Reason.NOT_A_RECORD),
         (llava(human([{"type": "text", "text": 3}]), ANSWER), "llava", Reason.NOT_A_RECORD),
-        (llava(human([{"type": "video", "video": "a.mp4"}]), ANSWER), "llava", Reason.UNSUPPORTED),
         (llava(human("<image>"), ANSWER, image="https://example.com/a.jpg"), "llava", Reason.UNSUPPORTED),
         (llava(human("<audio> <audio>"), ANSWER, audios=["a.wav"]), "llava", Reason.IMAGE_COUNT),
         (llava(human("Where?"), said("gpt", "<bbox>"), objects={"bbox": [[1]]}), "llava", Reason.UNSUPPORTED),
@@ -296,13 +301,9 @@ def test_deep_nesting_stops_nothing(name: str) -> None:
 CLIP, OTHER, PICTURE = VideoRef(b"a.mp4"), VideoRef(b"b.mp4"), ImageRef(b"a.jpg")
 
 
-def find_video(name: str) -> VideoRef:
-    return VideoRef(name.encode())
-
-
 def read(said: Any, **fields: Any) -> Conversation:
     turns = [{"role": "user", "content": said}, {"role": "assistant", "content": "Yes."}]
-    return record_of({"messages": turns, **fields}, "messages", find, find_video)
+    return record_of({"messages": turns, **fields}, "messages", find)
 
 
 FILM = {"type": "video", "video": "a.mp4"}
@@ -324,6 +325,7 @@ FILM = {"type": "video", "video": "a.mp4"}
         ("<video>", {"video": [["1.jpg", "2.jpg"]]}, (VideoRef((ImageRef(b"1.jpg"), ImageRef(b"2.jpg"))),)),
         ("<video>", {"video": ["1.jpg", "2.jpg"]}, (VideoRef((ImageRef(b"1.jpg"), ImageRef(b"2.jpg"))),)),
         ("<video>", {"video": {"bytes": b"clip"}}, (VideoRef(b"clip"),)),
+        ([{**FILM, "fps": None, "sample_fps": 4}], {"fps": 2}, (VideoRef(b"a.mp4", 4.0),)),
         ([{"image": "a.jpg", "min_pixels": 4, "max_pixels": 9}], {}, (ImageRef(b"a.jpg", 4, 9),)),
         ("<image>", {"images": [{"path": "a.jpg", "max_pixels": 9}]}, (ImageRef(b"a.jpg", None, 9),)),
         ([{**FILM, "video_start": 1, "video_end": 2.5}], {"fps": 2}, (VideoRef(b"a.mp4", None, 1, 2.5),)),
@@ -359,7 +361,7 @@ def test_what_is_wrong_with_a_record(said: Any, fields: dict[str, Any], reason: 
 def test_files_and_folders_of_frames(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(b"a")
     (tmp_path / "frames").mkdir()
-    for name in ("f10.jpg", "f2.jpg", "f1.jpg", "notes.txt"):
+    for name in ("f10.jpg", "f2.jpg", "f1.jpg", "notes.txt", "._f1.jpg"):  # as macOS has it
         (tmp_path / "frames" / name).write_bytes(b"")
     (tmp_path / "nothing").mkdir()
     look = partial(video_below, tmp_path)
@@ -514,7 +516,7 @@ def test_a_text_may_have_videos() -> None:
         "query": {"text": "like <video>?", "video": "a"},
         "positives": [{"videos": ["b", "c"], "text": "both"}, {"video": "d"}, {"video": "d"}],
     }
-    found = record_of(record, "pairs", find, find_video=lambda name: VideoRef(name.encode()))
+    found = record_of(record, "pairs", find)
     a, b, c, d = (VideoRef(name.encode()) for name in "abcd")
     assert [turn.parts for turn in found.turns] == [("like ", a, "?"), (b, c, "both"), (d,), (d,)]
     assert found.identities[2] == found.identities[3] != found.identities[1]
