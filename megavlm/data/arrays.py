@@ -109,7 +109,7 @@ def _read(source: Source, channels: int | None, max_pixels: int, *, pixels: bool
         """Raise BadSample for a shape or type that is not allowed, before the values are read."""
         if dtype.kind not in _NUMBERS or dtype.itemsize > _ITEM:
             raise BadSample(Reason.NOT_AN_IMAGE, f"it holds values of type {dtype}, not numbers")
-        height, width = _plane(shape, channels)
+        height, width, _ = _channels_last(_empty(shape, np.dtype(np.uint8)), channels).shape
         if height * width > max_pixels:
             raise BadSample(
                 Reason.TOO_LARGE, f"the image has {height}×{width} pixels, more than --max-image-pixels {max_pixels}"
@@ -242,12 +242,6 @@ def _photo(content: bytes | Path, fitting: Fitting, max_pixels: int, pixels: boo
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.broadcast_to(np.zeros((), dtype), shape)
-
-
-def _plane(shape: tuple[int, ...], channels: int | None) -> tuple[int, int]:
-    """Return the (height, width) of an array of this shape. Raises BadSample if it is not an image with `channels`."""
-    height, width, _ = _channels_last(_empty(shape, np.dtype(np.uint8)), channels).shape
-    return height, width
 
 
 def _channels_last(array: NDArray[Any], channels: int | None) -> NDArray[Any]:

@@ -8,7 +8,7 @@ them; the message contains only their shape and type.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -219,11 +219,6 @@ def deserialize(description: bytes, memory: Tensor) -> StepData:
     )
 
 
-def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
-    """Return the name, type and shape of each tensor."""
-    return [(name, _dtype(tensor), list(tensor.shape)) for name, tensor in tensors.items()]
-
-
 def _described(batch: MicroBatch) -> dict[str, Any]:
     patches, sizes = None if batch.images is None else batch.images.patches, batch.image_sizes
     sounds = None
@@ -234,7 +229,7 @@ def _described(batch: MicroBatch) -> dict[str, Any]:
             "mels": list(batch.sounds.mels.shape),
         }
     return {
-        "tensors": _kinds(batch.text.tensors()),
+        "tensors": [(name, _dtype(each), list(each.shape)) for name, each in batch.text.tensors().items()],
         "sounds": sounds,
         "patches": None if patches is None else (_dtype(patches), list(patches.shape)),
         "grids": sizes.grids,

@@ -71,10 +71,10 @@ class Container(Protocol):
 
 
 class Joined:
-    """Concatenates containers, in order."""
+    """Concatenates containers, in order, and renames the fields of their records as `columns` says (see `renamed`)."""
 
-    def __init__(self, parts: Sequence[Container]) -> None:
-        self._parts = tuple(parts)
+    def __init__(self, parts: Sequence[Container], columns: Mapping[str, str] | None = None) -> None:
+        self._parts, self._columns = tuple(parts), dict(columns or {})
         self._ends = list(accumulate(len(part) for part in parts))
         self.names = self._parts[0].names
 
@@ -83,7 +83,7 @@ class Joined:
 
     def read(self, index: int) -> Any:
         part, place = self._find(index)
-        return part.read(place)
+        return renamed(part.read(place), self._columns)
 
     def label(self, index: int) -> str:
         part, place = self._find(index)
@@ -100,23 +100,6 @@ def renamed(record: Any, columns: Mapping[str, str]) -> Any:
         return record
     kept = {name: value for name, value in record.items() if name not in columns.values()}
     return {**kept, **{name: record.get(column) for name, column in columns.items()}}
-
-
-class Renamed:
-    """Renames the fields of a container's records; `columns` maps each new name to the old one."""
-
-    def __init__(self, container: Container, columns: Mapping[str, str]) -> None:
-        self._container, self._columns = container, dict(columns)
-        self.names = container.names
-
-    def __len__(self) -> int:
-        return len(self._container)
-
-    def read(self, index: int) -> Any:
-        return renamed(self._container.read(index), self._columns)
-
-    def label(self, index: int) -> str:
-        return self._container.label(index)
 
 
 class FileRecords:

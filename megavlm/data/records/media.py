@@ -132,8 +132,9 @@ def video_of(value: Any, find: FindVideo, fps: Any = None) -> VideoRef:
     elif isinstance(value, list | tuple) and value:
         found = VideoRef(tuple(image_of(frame, _image_by(find)) for frame in value))
     else:
-        content = image_of(value, _image_by(find)) if not isinstance(value, str) else None
-        found = VideoRef(content.source) if content is not None else _video_from_text(str(value), find)
+        finder: Any = find if isinstance(value, str) else _image_by(find)
+        content: Any = image_of(value, finder)  # of a path, what `find` returns
+        found = content if isinstance(content, VideoRef) else VideoRef(content.source)
     return found if rate is None or found.fps is not None else replace(found, fps=rate)
 
 
@@ -152,18 +153,6 @@ def limited(found: Any, part: Mapping[str, Any]) -> Any:
 def are_frames(values: Sequence[Any]) -> bool:
     """Return whether values are names of pictures, as those of the frames of a video; a .gif may be a clip."""
     return all(isinstance(each, str) and Path(each.lower()).suffix in {*_FRAMES} - {".gif"} for each in values)
-
-
-def _video_from_text(text: str, find: FindVideo) -> VideoRef:
-    """Return the video at a path or file: URL, or in base64; network URLs are refused, as for images."""
-    held: list[VideoRef] = []
-
-    def remember(name: str) -> ImageRef:
-        held.append(find(name))
-        return ImageRef(b"")
-
-    encoded = image_of(text, remember)
-    return held[0] if held else VideoRef(encoded.source)
 
 
 def _image_by(find: FindVideo) -> FindFile:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records.containers import Choose, Container, FileRecords, Joined, Records, Renamed, renamed
+from megavlm.data.records.containers import Choose, Container, FileRecords, Joined, Records, renamed
 from megavlm.data.records.media import FindFile, FindVideo, file_below, stored_below, stored_video, video_below
 from megavlm.data.records.shapes import REJECTED, SHAPES, UNASKED, columns_of, record_of, shape_of
 from megavlm.data.records.tables import TableFile, is_saved, saved_files
@@ -84,8 +84,7 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None, answers: b
         )
         raise _wrong(source, f"has records of {what}, or name another data set")
     convert = partial(record_of, kind=kind, find=find, find_video=find_video)
-    container = Renamed(container, source.columns) if source.columns else container
-    return FileRecords(name_of(source), container, convert, unread=unread)
+    return FileRecords(name_of(source), Joined([container], source.columns), convert, unread=unread)
 
 
 class RawRecords(NamedTuple):
@@ -105,14 +104,13 @@ def open_rows(source: DatasetConfig, option: str) -> RawRecords:
         if is_tars(source):
             raise _wrong(source, "has tars, which only --datasets and --validation read: give a file of records")
         container = _container(source, files_of(source, every=True), list)
-        return RawRecords(Renamed(container, source.columns) if source.columns else container, *_finders(source))
+        return RawRecords(Joined([container], source.columns), *_finders(source))
     except UserError as error:
         raise UserError(str(error).replace("--datasets", option, 1)) from error
 
 
 def _container(source: DatasetConfig, files: Sequence[Path], choose: Choose) -> Container:
-    containers = [_open_file(source, file, choose) for file in files]
-    container = containers[0] if len(containers) == 1 else Joined(containers)
+    container = Joined([_open_file(source, file, choose) for file in files])
     if not len(container):
         raise _wrong(source, "has no records: name a file that has some")
     return container

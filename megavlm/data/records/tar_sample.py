@@ -55,7 +55,7 @@ def conversation_of_parts(parts: Mapping[str, Part], kinds: Sequence[str] = UNAS
         """Return the file `name` of the sample or, if the sample has no such file, the next of `others`."""
         part = name if name in parts else next(others, None)
         if part is None:
-            raise BadSample(Reason.MISSING, f"the sample has no file {shown(name)}: it has {_listed(parts)}")
+            raise BadSample(Reason.MISSING, f"the sample has no file {shown(name)}: it has {shown(sorted(parts))}")
         return parts[part]
 
     def file_of_part(name: str) -> ImageRef:  # of a sound, too
@@ -73,7 +73,7 @@ def conversation_of_parts(parts: Mapping[str, Part], kinds: Sequence[str] = UNAS
     if shape != "pairs" and are_marked and not any(record.get(field) for field in ("audio", "audios")):
         record = {**record, "audios": sounds}
     if shape is None:
-        raise BadSample(Reason.NOT_A_RECORD, f"none of its files {_listed(parts)} holds a conversation or a text")
+        raise BadSample(Reason.NOT_A_RECORD, f"none of its files {shown(sorted(parts))} holds a conversation or a text")
     return record_of(
         record,
         shape,
@@ -120,7 +120,3 @@ def _record(parts: Mapping[str, Part], kinds: Sequence[str]) -> dict[str, Any]:
 def _bytes(part: Part) -> bytes:
     assert isinstance(part, bytes), "only clips stay in their tar"
     return part
-
-
-def _listed(parts: Mapping[str, Part]) -> str:
-    return shown(sorted(parts))

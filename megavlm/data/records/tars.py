@@ -125,7 +125,8 @@ def indexed(path: Path) -> NDArray[np.uint64]:
     for index in _indices(path):
         with suppress(OSError):
             if index.stat().st_mtime_ns >= path.stat().st_mtime_ns:
-                return _as_offsets(index.read_bytes())
+                content = index.read_bytes()
+                return np.frombuffer(content[: len(content) // 8 * 8], dtype="<u8")
     offsets = np.array(sample_offsets(path), dtype="<u8")
     beside, elsewhere = _indices(path)
     try:
@@ -134,10 +135,6 @@ def indexed(path: Path) -> NDArray[np.uint64]:
         (home() / "tars").mkdir(exist_ok=True)
         replace_file(elsewhere, offsets.tobytes())
     return offsets
-
-
-def _as_offsets(content: bytes) -> NDArray[np.uint64]:
-    return np.frombuffer(content[: len(content) // 8 * 8], dtype="<u8")
 
 
 class TarRecords:

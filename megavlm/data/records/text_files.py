@@ -113,10 +113,8 @@ def array_spans(path: Path) -> RecordSpans:
             at = after(end)
         at = expect("]")
         expect("")
-    except json.JSONDecodeError as error:
-        raise NotAnArray(f"at byte {at}, element {len(bounds)}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise NotAnArray(f"at byte {at}, element {len(bounds)}: {error}") from error
+    except (ValueError, RecursionError) as error:  # of JSON without its line and column, which `at` replaces
+        raise NotAnArray(f"at byte {at}, element {len(bounds)}: {getattr(error, 'msg', error)}") from error
     starts, ends = np.array(bounds, np.int64).reshape(-1, 2).T
     return RecordSpans(np.ascontiguousarray(starts), np.ascontiguousarray(ends))
 

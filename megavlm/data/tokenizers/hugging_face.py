@@ -80,7 +80,7 @@ class HuggingFaceTokenizer:
         if loaded.eos_token_id is None:
             raise UserError(f"the tokenizer in {folder} has no eos_token: name one in tokenizer_config.json")
         text = _image_text(backend, folder, image, image_text)
-        if backend.token_to_id(text) is None or text not in _added(backend):
+        if text not in {token.content for token in backend.get_added_tokens_decoder().values()}:
             backend.add_special_tokens([AddedToken(text, normalized=False, special=True)])
         place = int(backend.token_to_id(text) or 0)
         target = place if image is None else image
@@ -183,10 +183,6 @@ def _check_names(options: Mapping[str, Any], folder: Path) -> None:
                 inside(folder, str(file))
         elif value and name.endswith(_NAMES_OF_FILES) and name != "special_tokens_map_file":  # which nobody opens
             raise ValueError(f"{_CONFIG} names files by {name[:80]!r}, and they lie in the folder: take that out")
-
-
-def _added(backend: Any) -> set[str]:
-    return {token.content for token in backend.get_added_tokens_decoder().values()}
 
 
 def _image_text(backend: Any, folder: Path, image: int | None, given: str) -> str:
