@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,11 +118,12 @@ def beside_transformers(
         if key.endswith(".weight") and isinstance(rule, Rename) and not key[: -len(".weight")].endswith(_OTHERWISE)
     }
     pairs = {name: other for name, other in pairs.items() if name in known and other in there}
-    rows = _Rows()
+    rows, dtype = _Rows(), cast(Any, theirs).dtype
     for batch, given in batches:
+        typed = {name: each.to(dtype) if each.is_floating_point() else each for name, each in given.items()}
         with _experts_of(there, ours.chunk, table, allowed):
             with torch.no_grad(), _recorded({other: there[other] for other in pairs.values()}) as values:
-                theirs(**given, use_cache=False)
+                theirs(**typed, use_cache=False)
             found = _outputs(ours.chunk, batch, {name: known[name] for name in pairs})
         for name, value in found.items():
             other = values.get(pairs[name])
