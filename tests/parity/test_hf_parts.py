@@ -46,6 +46,7 @@ from megavlm.inference.single_process import full_model
 from megavlm.inputs.batch import ImageBatch, ImageSizes, MicroBatch
 from megavlm.inputs.patches import patchify
 from megavlm.model.masks import image_runs, masked_spans
+from megavlm.model.router import Router
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.pipeline.schedule import pipeline_config
@@ -541,6 +542,29 @@ def test_rounding_is_no_parting(folders: Folders, family: str) -> None:
     row = first_parting(beside_transformers(Model(right.chunk, SINGLE_PRECISION), theirs, table, pairs))
     assert row is not None
     assert row.name == "language.norm"
+
+
+def test_tokens_take_the_experts_of_transformers_where_scores_nearly_tie(folders: Folders) -> None:
+    """Two rows of each router differ by less than bf16 holds, so that rounding decides between their experts."""
+    ours = folders.side("internvl-moe", change=lambda model: model)
+    assert ours.pretrained is not None
+    inputs, theirs = (
+        ours.pretrained.family.inputs,
+        transformers_model(ours.pretrained.folder.path, dtype=torch.bfloat16),
+    )
+    assert inputs is not None
+    table = table_in_memory(ours.pretrained.family, ours.config.model)
+    for name, router in ours.chunk.named_modules():
+        if isinstance(router, Router):
+            with torch.no_grad():
+                router.weight[1] = router.weight[0] * (1 + 2**-10)
+                theirs.get_parameter(table[f"{name}.weight"].hf_names[0]).copy_(router.weight)
+    for name, param in (*ours.chunk.named_parameters(), *theirs.named_parameters()):
+        if name.endswith(("experts.linear_fc2.weight", "experts.down_proj")):
+            param.data.mul_(50)  # most of a layer's output
+    batches = synthetic_batches(ours.config, 2, ours.pretrained.tiling)
+    pairs = [(each, inputs(each, ours.config.model)) for each in batches]
+    assert first_parting(beside_transformers(Model(ours.chunk, HALF), theirs, table, pairs)) is None
 
 
 def test_the_command_says_where_two_folders_part(tmp_path: Path, single: Any, capsys: Any) -> None:
