@@ -251,13 +251,16 @@ def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") ->
     The formulas follow what autograd saves in `model/`; a test counts the tensors that torch keeps. The bytes are 0
     if no gradient passes the layer.
     """
-    trained = scenario.trains(name) or name in scenario.adapted
-    if not trained and not scenario.gradient_reaches[scenario.names.index(name)]:
+    kind, own = kind_in(scenario.model, name), scenario.trains(name)
+    if name not in scenario.trained and not scenario.gradient_reaches[scenario.names.index(name)]:
         return 0.0
-    kind = kind_in(scenario.model, name)
     if recompute == "full" and kind.is_recomputed(scenario.model):
         return hidden_bytes(name, scenario)
-    return kind.saved_bytes(_at(name, scenario), trained=trained, core_attention=recompute == "selective")
+    read = own or name in scenario.adapted
+    saved = kind.saved_bytes(_at(name, scenario), trained=read, core_attention=recompute == "selective")
+    if isinstance(kind, MixtureLayer) and (own or f"{name}.{ROUTED_EXPERTS}" in scenario.adapted):
+        saved += kind.sizes(scenario).rows_read()
+    return saved
 
 
 def leaves_weight_gradient(name: str, scenario: Scenario) -> bool:

@@ -196,18 +196,24 @@ class MixtureSizes(LanguageLayerSizes):
         )
 
     def saved(self, *, trained: bool, core_attention: bool) -> float:
-        """Return the bytes with the shared expert as the MLP, plus those of routed experts: for each row the inputs of
-        both products and of the activation, output, weight and index; for each token the router's choice and scores.
+        """Return the bytes with the shared expert as the MLP, plus those of routed experts: for each row the input of
+        the activation, output, weight and index; for each token the router's choice and scores. `rows_read` is apart.
         """
         rest, routed = super().saved(trained=trained, core_attention=core_attention), self.routed
         assert routed is not None
         scenario, experts = self.scenario, self.scenario.model.experts
-        wide = (routed.hidden + routed.ffn) * trained + (self.inner + 1) * routed.ffn
+        wide = (self.inner + 1) * routed.ffn
         wide += routed.hidden / scenario.dims.expert_tp * experts.add_bias  # the second bias, which weights multiply
         rows = routed.rows * (wide * scenario.bytes_each + FP32 + 8)
         losses = trained * (bool(experts.aux_loss_coeff) + bool(experts.z_loss_coeff))
         choice = experts.num_experts * (1 + FP32 * (1 + losses)) + experts.router_topk * (8 + FP32)
         return rest + rows + self.tokens / scenario.sequence_shards * choice
+
+    def rows_read(self) -> float:
+        """Return the bytes of the inputs of both products of routed experts."""
+        routed = self.routed
+        assert routed is not None
+        return routed.rows * (routed.hidden + routed.ffn) * self.scenario.bytes_each
 
     def waiting(self) -> float:
         routed = self.routed

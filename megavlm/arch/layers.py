@@ -11,7 +11,14 @@ from functools import lru_cache
 from itertools import accumulate
 
 from megavlm.config.derived import audio_tower, has_vision, layer_precision
-from megavlm.config.lora_config import adapted_parts, frozen_parts, is_target, linears_of, trains_router
+from megavlm.config.lora_config import (
+    ROUTED_EXPERTS,
+    adapted_parts,
+    frozen_parts,
+    is_target,
+    linears_of,
+    trains_router,
+)
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 AUDIO_EMBED = "audio_embed"
@@ -176,12 +183,14 @@ def trained_layers(config: Config) -> frozenset[str]:
     )
 
 
-def keeps_inputs(name: str, config: Config) -> bool:
-    """Return whether the inputs of a layer's linear layers stay in memory for its adapters. The widest input decides,
-    that of the MLP's second layer; those of experts are not counted.
+def kept_inputs(name: str, config: Config) -> Iterator[str]:
+    """Yield a layer's name if the inputs of its linear layers stay in memory for its adapters, and with `.experts` if
+    those of routed experts do. The widest input decides, that of the MLP's second layer, or any of routed experts.
     """
-    linears = linears_of(config, trained_part(name), number_of(name))
-    return any(is_target(config.lora, name, linear) for linear in linears if linear in ("fc2", "down_proj"))
+    for linear in linears_of(config, trained_part(name), number_of(name)):
+        owner, _, last = linear.rpartition(".")
+        if (owner == ROUTED_EXPERTS or last in ("fc2", "down_proj")) and is_target(config.lora, name, linear):
+            yield f"{name}.{owner}" if owner == ROUTED_EXPERTS else name
 
 
 def _has_adapters(name: str, config: Config) -> bool:

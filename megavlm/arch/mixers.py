@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
 
 from megavlm.arch.kind import HiddenWeight, hidden_weight
 from megavlm.arch.tensor_split import HeadSplit, LatentHead, delta_split, language_split
 from megavlm.arch.workload import Workload
-from megavlm.config.derived import attends_in_window, is_latent, is_linear, of_layer, unwindowed, windowed
+from megavlm.config.derived import attends_in_window, is_latent, is_linear, unwindowed, windowed
 from megavlm.config.schema import LanguageConfig
 
 CHUNK = 64  # tokens that linear attention computes together (`model/delta_rule.py`)
@@ -106,10 +108,17 @@ class SoftmaxAttention(Mixer):
 
 
 class UnwindowedAttention(SoftmaxAttention):
-    """Attention of layers without a sliding window in a model where they have other heads than those with one."""
+    """Attention of layers without a sliding window in a model where others have one: their heads may be others, and no
+    window asks for masks.
+    """
 
     def seen(self, language: LanguageConfig) -> LanguageConfig:
-        return unwindowed(language)
+        return _without_window(unwindowed(language))
+
+
+@lru_cache(maxsize=256)
+def _without_window(language: LanguageConfig) -> LanguageConfig:
+    return replace(language, window_size=None)
 
 
 class LinearAttention(Mixer):
@@ -226,4 +235,4 @@ def mixer_of(language: LanguageConfig, number: int) -> Mixer:
         return LINEAR
     if is_latent(language):
         return LATENT
-    return SOFTMAX if of_layer(language, number) is windowed(language) else UNWINDOWED
+    return SOFTMAX if language.window_size is None or attends_in_window(language, number) else UNWINDOWED

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import (
     keeps_fp8,
-    keeps_inputs,
+    kept_inputs,
     layer_names,
     trained_below,
     trained_layers,
@@ -56,7 +56,7 @@ class Scenario:
     code_group: int = 1  # neighbouring ranks that sum uncompressed gradients before codes are sent
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
-    adapted: frozenset[str] = frozenset()  # layers whose linear layers' inputs stay for adapters
+    adapted: frozenset[str] = frozenset()  # layers whose linear layers' inputs stay for adapters (`kept_inputs`)
     lora: LoraConfig = field(default_factory=LoraConfig)
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
     fp8_recipe: str = "tensorwise"  # how their operands are scaled
@@ -216,7 +216,7 @@ def _layer_sets(config: Config, like: Scenario | None) -> dict[str, Any]:
     return {
         "own": own,
         "trained": trained,
-        "adapted": frozenset(name for name in trained - own if keeps_inputs(name, config)),
+        "adapted": frozenset(key for name in trained - own for key in kept_inputs(name, config)),
         "fp8": frozenset(name for name in names if layer_precision(name, config) == "fp8"),
         "kept_in_fp8": frozenset(name for name in names if keeps_fp8(name, config)),
     }

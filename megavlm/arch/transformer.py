@@ -273,7 +273,7 @@ class MixtureLayer(LanguageLayer):
         parameters = rest.parameters + self.expert_parameters(model, 1)
         return LayerCost(parameters, rest.forward_flops + routed, rest.attention_flops, routed)
 
-    def sizes(self, scenario: Scenario) -> LayerSizes:
+    def sizes(self, scenario: Scenario) -> MixtureSizes:
         return MixtureSizes(self.mixer.seen(scenario.model.language), scenario, linear=self.mixer.linear)
 
     def communication(self, scenario: Scenario) -> Communication:

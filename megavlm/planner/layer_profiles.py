@@ -14,6 +14,7 @@ from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.schedules import Durations, PipelineShape
 from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import attends_in_window
+from megavlm.config.lora_config import ROUTED_EXPERTS
 from megavlm.planner.cost import recomputed, seconds_once, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
@@ -258,6 +259,7 @@ def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
         is_merged(name, vision),
         scenario.trains(name),
         name in scenario.adapted,
+        f"{name}.{ROUTED_EXPERTS}" in scenario.adapted,
         *(adapter_parameters(name, each) for each in scenario.layouts),
         scenario.gradient_reaches[index],
         name in scenario.fp8,

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from megavlm.arch.dims import Dims, dims_of
-from megavlm.arch.kinds import model_parameters, saved_bytes
+from megavlm.arch.kinds import layer_sizes, model_parameters, saved_bytes
 from megavlm.arch.layers import layer_names
 from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import HOST_PIECE, Offloaded, Scenario, Sharding, encoder_scenario, scenario_of
@@ -129,6 +129,33 @@ def test_adapters_keep_what_their_layers_read() -> None:
     trained, least, *with_adapters = (saved_bytes(layer, each) for each in (whole, frozen, adapted, queries))
     assert with_adapters == [trained, least]
     assert least < trained
+    assert saved_bytes("language.layers.0", queries) == least, "the first layer that has adapters"
+
+
+def test_rows_stay_for_adapters_of_experts_alone() -> None:
+    mixture = f"{SMALL_FLAGS} --num-experts 4 --set model.experts.shared_ffn_hidden_size=64"
+    targets = ("language", "experts", "language experts")
+    whole, frozen, shared, routed, both = (
+        scenario_of(resolve(parse([*mixture.split(), *flags.split()])), Dims(), on_gpu=True)
+        for flags in ("", "--freeze language", *(f"--lora-rank 4 --lora-targets {names}" for names in targets))
+    )
+    layer = "language.layers.1"
+    rows = layer_sizes(layer, whole).rows_read()
+    trained, least, *adapted = (saved_bytes(layer, each) for each in (whole, frozen, shared, routed, both))
+    assert adapted == [trained - rows, least + rows, trained]
+
+
+def test_layers_without_a_window_keep_their_keys_once() -> None:
+    windows = " model.language.window_size=512 model.language.full_attention_layers=[1]"
+    plain, mixed = (
+        scenario_of(resolve(parse(f"{SMALL_FLAGS} --set model.language.num_query_groups=2{more}".split())), Dims())
+        for more in ("", windows)
+    )
+    sizes = layer_sizes("language.layers.0", mixed)
+    repeated = 2 * (sizes.heads - sizes.groups) * sizes.width * sizes.tokens * plain.bytes_each
+    whole, within = (saved_bytes(name, mixed) for name in ("language.layers.1", "language.layers.0"))
+    assert (whole, within) == (saved_bytes("language.layers.1", plain), pytest.approx(whole + repeated))
+    assert repeated > 0
 
 
 def test_a_colocated_audio_encoder_takes_time_and_memory() -> None:
