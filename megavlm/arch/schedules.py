@@ -268,7 +268,7 @@ class _Program:
     after: Array  # the pass before it on its rank
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)  # as many as `rank_schedules`
 def _program(shape: PipelineShape) -> _Program:
     order, last = rank_schedules(shape), shape.chunks - 1
     place: dict[int, int] = {}  # by the pass's number

@@ -8,14 +8,14 @@ from functools import cached_property, lru_cache
 
 from megavlm.arch.dims import Dims, dims_of
 from megavlm.arch.kinds import step_flops
-from megavlm.arch.scenario import Scenario, scenario_of
-from megavlm.arch.schedules import peak_in_flight, scenario_shape
+from megavlm.arch.scenario import Scenario, Sharding, scenario_of
+from megavlm.arch.schedules import PipelineShape, peak_in_flight, scenario_shape
 from megavlm.arch.workload import times, typical_images, typical_workload
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload
 from megavlm.planner.hardware import Hardware, fp8_speed
 from megavlm.planner.host_memory import node_memory_error
-from megavlm.planner.layer_profiles import LayerMeasures, LayerProfiles
+from megavlm.planner.layer_profiles import Array, LayerMeasures, LayerProfiles, least_work
 from megavlm.planner.memory import batch_bytes, batches_at_once, communicator_bytes
 from megavlm.planner.partition import Partition, best_partition
 from megavlm.planner.step_time import (
@@ -89,13 +89,12 @@ class LayoutEvaluator:
             return f"--pp {candidate.dims.pp} × --vpp {candidate.dims.vpp} makes more chunks than the model has layers"
         plain = self.scenario(_plain(candidate))
         state = float(self._measures.model_state(plain, first=first)[-1])
-        saved = float(self._measures.saved(plain, recompute=candidate.recompute, first=first)[-1])
-        own, free_memory = state / candidate.dims.pp, max(self.free_memories(candidate))
-        if own + (encoder.memory.model_state if encoder else 0.0) > self.hardware.memory:
+        if state / candidate.dims.pp + (encoder.memory.model_state if encoder else 0.0) > self.hardware.memory:
             return f"weights, gradients and optimizer alone do not fit {self.hardware.memory / GIB:.0f} GiB"
+        saved = float(self._measures.saved(plain, recompute=candidate.recompute, first=first)[-1])
         # A rank that holds h micro-batches has room for (room − its standing bytes) / h of what one saves.
-        held = [max(1, min(chunks)) for chunks in peak_in_flight(scenario_shape(scenario))]
-        most = free_memory * sum(1 / h for h in held) - state / max(held)
+        shares, most_held = _held(scenario_shape(scenario))
+        most = max(self.free_memories(candidate)) * shares - state / most_held
         return self._no_free_memory() if saved > most else None
 
     def _no_free_memory(self) -> str:
@@ -146,13 +145,17 @@ class LayoutEvaluator:
 
     def bound(self, candidate: Candidate) -> float:
         """Return a lower bound of the candidate's step time in seconds, over all partitions."""
-        profiles, pp = self.profiles(candidate), candidate.dims.pp
-        fastest = profiles.stages or (profiles,)  # no rank has a faster device than each of these
-        work = path = min(each.least_work(pp=pp) for each in fastest)
-        if (shape := scenario_shape(profiles.scenario)).splits_backward:
-            path = min(each.least_work(pp=pp, splits=True) for each in fastest)
+        pp, fastest = candidate.dims.pp, [stage.seconds(candidate) for stage in self.stages or (self,)]
+        work = path = min(least_work(each, pp=pp) for each in fastest)
+        if (shape := scenario_shape(self.scenario(candidate))).splits_backward:
+            path = min(least_work(each, pp=pp, splits=True) for each in fastest)
         pipeline = least_pipeline_time(shape, work=work, path=path)
         return pipeline + self._encoder_seconds(candidate)
+
+    def seconds(self, candidate: Candidate) -> list[Array]:
+        """Return the prefix sums of a candidate's layers' seconds (`LayerMeasures.seconds`)."""
+        scenario, first = self.scenario(_plain(candidate)), self._first(candidate)
+        return self._measures.seconds(scenario, recompute=candidate.recompute, first=first)
 
     def _encoder_seconds(self, candidate: Candidate) -> float:
         encoder = self.encoder(candidate)
@@ -195,11 +198,14 @@ class LayoutEvaluator:
         return encoder_layers(self._any) if candidate.placement == "colocated" else 0
 
     def encoder(self, candidate: Candidate) -> EncoderEstimate | None:
-        """Return the time and memory of a candidate's colocated encoder, or None; cuts and EP do not matter."""
+        """Return the time and memory of a candidate's colocated encoder, or None. Cuts and EP do not matter, nor how
+        many micro-batches have the images of a step, nor ZeRO stages after 1.
+        """
         if candidate.placement == "stages":
             return None
         dims = replace(candidate.dims, vpp=1, ep=1, etp=None, schedule=None)
-        return self._encoders(replace(candidate, recompute="none", dims=dims))
+        sharding: Sharding = "none" if candidate.sharding == "none" else "optimizer"
+        return self._encoders(replace(candidate, recompute="none", dims=dims, micro_batch=1, sharding=sharding))
 
     def _find_scenario(self, candidate: Candidate) -> Scenario:
         dims = candidate.dims
@@ -236,6 +242,13 @@ class LayoutEvaluator:
         if not kinds or pp % kinds == 0:
             return None
         return f"--pp {pp} does not divide into {kinds} equal runs of stages, one for each of --stage-gpus"
+
+
+@lru_cache(maxsize=1024)
+def _held(shape: PipelineShape) -> tuple[float, int]:
+    """Return Σ 1/h over ranks, each of whose chunks holds h micro-batches or more, and the largest h."""
+    held = [max(1, min(chunks)) for chunks in peak_in_flight(shape)]
+    return sum(1 / h for h in held), max(held)
 
 
 def _plain(candidate: Candidate) -> Candidate:

@@ -65,15 +65,6 @@ class LayerProfiles:
         """Return [i, j]: seconds of a separate pass for the weight gradients of layers i … j−1."""
         return np.maximum(spans(self.weight), spans(self.weight_launch))
 
-    def least_work(self, *, pp: int, splits: bool = False) -> float:
-        """Return a lower bound of a micro-batch's seconds in all passes, added up over `pp` pipeline ranks. If it
-        `splits`, backward passes leave out deferred weight gradients.
-        """
-        forward, backward, issue, issue_back = (float(side[-1]) for side in self.sides(splits=splits))
-        if pp == 1:
-            return max(forward + backward, issue + issue_back)
-        return max(forward, issue) + max(backward, issue_back)
-
     def chunk_seconds(self, *, pp: int, splits: bool = False) -> Array:
         """Return [i, j]: seconds of both passes of a chunk of layers i … j−1; of a single stage, for all micro-batches
         but the first.
@@ -115,6 +106,17 @@ class LayerProfiles:
         return ahead, back, waits
 
 
+def least_work(seconds: Sequence[Array], *, pp: int, splits: bool = False) -> float:
+    """Return a lower bound of a micro-batch's seconds in all passes, added up over `pp` pipeline ranks, from
+    `LayerMeasures.seconds`. If it `splits`, backward passes leave out deferred weight gradients.
+    """
+    forward, backward, issue, issue_back, weight, weight_launch = (float(each[-1]) for each in seconds)
+    backward, issue_back = backward - splits * weight, issue_back - splits * weight_launch
+    if pp == 1:
+        return max(forward + backward, issue + issue_back)
+    return max(forward, issue) + max(backward, issue_back)
+
+
 def relay(ahead: Array, behind: Array) -> float:
     """Return the seconds of a pass that host and device begin together, from the prefix sums of their layers.
 
@@ -154,7 +156,9 @@ class LayerMeasures:
     def profiles(self, scenario: Scenario, *, recompute: Recompute, first: int) -> LayerProfiles:
         """Return the seconds and bytes of a scenario's layers from `first` on."""
         part, dims = _part(scenario), scenario.dims
-        forward, backward, launch, launch_back, weight, weight_launch = self._seconds(scenario, recompute, first)
+        forward, backward, launch, launch_back, weight, weight_launch = self.seconds(
+            scenario, recompute=recompute, first=first
+        )
         kept = (recompute, scenario.sharding, dims.dp, dims.pp > 1, scenario.offload)
         return LayerProfiles(
             scenario=scenario,
@@ -189,12 +193,12 @@ class LayerMeasures:
         key = (*_part(scenario), recompute)
         return self._sums("saved", scenario, first, key, lambda n: kept_bytes(n, scenario, recompute))
 
-    def _seconds(self, scenario: Scenario, recompute: Recompute, first: int) -> list[Array]:
+    def seconds(self, scenario: Scenario, *, recompute: Recompute, first: int) -> list[Array]:
         """Return the six prefix sums of seconds, in the order of the fields of `LayerProfiles`."""
         model, hardware = scenario.model, self._hardware
         part = (*_part(scenario), scenario.shards_gradients, scenario.dims.order == "zb-h1")
 
-        def seconds(name: str) -> tuple[float, ...]:
+        def of_layer(name: str) -> tuple[float, ...]:
             shared = kind_in(model, name).expert_parameters(model, 1) > 0  # or else no EP and ETP matter
             key = ("once", _kind(scenario, scenario.names.index(name)), *(part if shared else (None, *part[1:])))
             once = self._once(key, lambda: seconds_once(name, scenario, hardware))
@@ -202,7 +206,7 @@ class LayerMeasures:
             return found.forward, found.backward, *found.launch, *found.weight
 
         def table() -> list[Array]:
-            return [_prefix(column) for column in zip(*self._each(scenario, first)(seconds), strict=True)]
+            return [_prefix(column) for column in zip(*self._each(scenario, first)(of_layer), strict=True)]
 
         return self._once(("seconds", first, part, recompute), table)
 
