@@ -44,7 +44,7 @@ class DatasetConfig:
     kind: Literal[
         "auto", "llava", "messages", "query", "alpaca", "vqa", "cauldron", "text", "pairs", "preferences", "webdataset"
     ] = option("auto", "Format of a record, or webdataset for tars; auto detects it (docs/data.md).")
-    weight: float | None = option(
+    weight: Positive | None = option(
         None,
         "Sampling weight relative to the other data sets; default: its number of records, so that an epoch has each "
         "record once, or 1 if others have a weight.",

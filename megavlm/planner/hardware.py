@@ -10,15 +10,14 @@ import re
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megavlm.config.messages import did_you_mean, plain
+from megavlm.config.option import Count, NotNegative, Positive
 from megavlm.errors import UserError
 from megavlm.json_files import read_json
 from megavlm.program import program
 from megavlm.rules.fields import record_of
-
-Precision = Literal["tf32", "bf16", "fp16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -101,18 +100,18 @@ class Rates:
     `bandwidth` + calls · `overhead` seconds.
     """
 
-    matmul: float  # FLOP/s of matrix products
-    attention: float  # FLOP/s of attention's two products, causal ones counted half
-    bandwidth: float  # bytes/s of operations between products: norms, activations, residuals
-    overhead: float  # of a CPU: seconds per call (`LayerKind.calls`); launches on a GPU are in `terms.HostTime`
+    matmul: Positive  # FLOP/s of matrix products
+    attention: Positive  # FLOP/s of attention's two products, causal ones counted half
+    bandwidth: Positive  # bytes/s of operations between products: norms, activations, residuals
+    overhead: NotNegative  # of a CPU: seconds per call (`LayerKind.calls`); launches on a GPU are in `terms.HostTime`
 
 
 @dataclass(frozen=True)
 class Link:
     """A link between devices. A transfer of n bytes takes `latency` + n / `bandwidth` seconds."""
 
-    bandwidth: float  # bytes/s per device and direction
-    latency: float  # seconds
+    bandwidth: Positive  # bytes/s per device and direction
+    latency: NotNegative  # seconds
 
     def seconds(self, size: float) -> float:
         return self.latency + size / self.bandwidth
@@ -123,9 +122,9 @@ class Host:
     """Rates and memory of a device's host, for `--offload`."""
 
     link: Link  # between pinned memory and the device
-    bandwidth: float  # bytes/s of an elementwise pass over host memory, each device's share of a node's
-    memory: float  # bytes of a node
-    disk: float = 3e9  # bytes/s read, and as many written, of a local disk, each device's share: assumed
+    bandwidth: Positive  # bytes/s of an elementwise pass over host memory, each device's share of a node's
+    memory: Positive  # bytes of a node
+    disk: Positive = 3e9  # bytes/s read, and as many written, of a local disk, each device's share: assumed
 
 
 @dataclass(frozen=True)
@@ -133,16 +132,16 @@ class Hardware:
     name: str
     source: str
     on_gpu: bool
-    memory: float  # bytes of a device that tensors may take
+    memory: Positive  # bytes of a device that tensors may take
     forward: Rates
     backward: Rates
-    memory_bandwidth: float  # bytes/s of an optimizer step
+    memory_bandwidth: Positive  # bytes/s of an optimizer step
     near: Link  # between devices of a node
     far: Link  # between nodes, per device
-    devices_per_node: int
-    peak: float | None = None  # peak FLOP/s, for MFU; None: unknown
+    devices_per_node: Count
+    peak: Positive | None = None  # peak FLOP/s, for MFU; None: unknown
     host: Host | None = None  # None: unknown, or the host is the device
-    row_tile: float | None = None  # rows that a grouped product computes together; None: `rows_together` says
+    row_tile: Positive | None = None  # rows that a grouped product computes together; None: `rows_together` says
 
     @property
     def rows_together(self) -> float:

@@ -107,7 +107,7 @@ class Kind:
         if self.is_record:
             if not isinstance(value, Mapping):
                 raise UserError(f"{wrong}: write {self._as_mapping(value)}" if isinstance(value, str) else wrong)
-            return _record(self.scalar, value, name=name)
+            return record_of(self.scalar, value, name=name)
         if self.choices:
             if value in self.choices:
                 return value
@@ -118,6 +118,8 @@ class Kind:
         # bool is an int to Python, but `micro_batch_size: true` is a mistake.
         if isinstance(value, bool) and self.scalar is not bool:
             raise UserError(wrong)
+        if self.many and self.scalar is str and isinstance(value, int):  # `iterations_to_skip: [12, 40-45]`
+            value = str(value)
         if self.scalar is float and isinstance(value, (int, float, str)):
             return _finite(value, wrong=wrong)
         if self.scalar is dict and isinstance(value, str):  # as a flag says it
@@ -144,27 +146,22 @@ def _kinds(record: Any) -> dict[str, Kind]:
     return {field.name: _kind(hints[field.name]) for field in fields(record) if not is_sections(hints[field.name])}
 
 
-def record_of(record: Any, values: Mapping[str, object], *, name: str) -> Any:
+def record_of(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
     """Return an instance of the dataclass of options `record` with these values. Raises UserError, which names `name`,
-    for a value of the wrong type or out of its range.
+    for an unknown key, and for a value of the wrong type or out of its range.
     """
-    found, hints = _record(record, values, name=name), get_type_hints(record, include_extras=True)
-    for field in fields(record):
-        valid, value = field.metadata.get("valid") or _range(hints[field.name]), getattr(found, field.name)
-        if valid is not None and value is not None and not valid.holds(value):
-            raise UserError(f"{name} {field.name} {value} must be {valid.words}")
-    return found
-
-
-def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
-    """Return an instance of the dataclass `record` for a mapping. Raises UserError for an unknown key or wrong type."""
-    kinds = _kinds(record)
+    kinds, hints = _kinds(record), get_type_hints(record, include_extras=True)
     for key in values:
         if key not in kinds:
             raise UserError(
                 f"{name} has no {plain(str(key))}{did_you_mean(str(key), kinds) or ': use ' + ', '.join(kinds)}"
             )
-    return record(**{key: kinds[key].from_yaml(value, name=f"{name} {key}") for key, value in values.items()})
+    found = record(**{key: kinds[key].from_yaml(value, name=f"{name} {key}") for key, value in values.items()})
+    for field in fields(record):
+        valid, value = field.metadata.get("valid") or _range(hints[field.name]), getattr(found, field.name)
+        if valid is not None and value is not None and not valid.holds(value):
+            raise UserError(f"{name} {field.name} {value} must be {valid.words}")
+    return found
 
 
 def record_of_word(record: Any, word: str, *, name: str) -> Any:
@@ -179,7 +176,7 @@ def record_of_word(record: Any, word: str, *, name: str) -> Any:
                 f"{name} {plain(word)}: {plain(key)} is not key=value: write {name} PATH,key=value,… and spaces "
                 "between data sets"
             )
-    return _record(record, {next(iter(_kinds(record))): first, **{key: value for key, _, value in pairs}}, name=name)
+    return record_of(record, {next(iter(_kinds(record))): first, **{key: value for key, _, value in pairs}}, name=name)
 
 
 def _finite(value: int | float | str, *, wrong: str) -> float:

@@ -294,6 +294,12 @@ def global_batch_divides(config: Config, world: int) -> Iterator[str]:
         )
 
 
+def profiled_ranks_exist(config: Config, world: int) -> Iterator[str]:
+    for rank in config.logging.profile_ranks:
+        if rank >= world:
+            yield f"--profile-ranks {rank} is no rank of {world}: use 0 to {world - 1}"
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     colocated_encoder,
     tensor_parallelism,
@@ -312,4 +318,5 @@ WORLD_RULES: tuple[WorldRule, ...] = (
     expert_ranks_divide,
     groups_divide,
     global_batch_divides,
+    profiled_ranks_exist,
 )

@@ -19,7 +19,7 @@ from megavlm.storage import is_url, without_secrets
 
 
 def datasets(config: Config) -> Iterator[str]:
-    """Check the data sets: paths, weights and distinct names; validation data are a split or separate data sets."""
+    """Check the data sets: paths and distinct names; validation data are a split or separate data sets."""
     data, size = config.data, config.train.global_batch_size
     for place in data.imageless_samples:
         if place >= size:
@@ -35,8 +35,6 @@ def datasets(config: Config) -> Iterator[str]:
         for dataset, name in zip(given, names, strict=True):
             if not dataset.path:
                 yield f"{flag} has an entry without a path: write path: FILE"
-            if dataset.weight is not None and dataset.weight <= 0:
-                yield f"{flag} {shown(dataset.path)} has weight {dataset.weight}: it must be greater than 0"
             if names.count(name) > 1:
                 yield f"{flag} has two data sets named {shown(name)}: set different names (name=…)"
 

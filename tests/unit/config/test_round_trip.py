@@ -46,7 +46,7 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
         # A path that begins with a dash looks like a flag: it has to be called ./-.
         path=st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=20).map(lambda text: f"/{text}"),
         kind=st.sampled_from(["auto", "llava", "webdataset"]),
-        weight=st.floats(allow_nan=False, allow_infinity=False),
+        weight=st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
         name=st.none() | WORD,
         columns=st.none() | st.dictionaries(*2 * [WORD], min_size=1),
     ),

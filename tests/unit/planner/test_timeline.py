@@ -300,6 +300,9 @@ def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
     [
         (("memory",), "eight"),
         (("memory",), float("nan")),
+        (("memory",), 0),
+        (("near", "bandwidth"), 0),
+        (("devices_per_node",), 0),
         (("devices_per_node",), 2.5),
         (("near",), None),
         (("host", "link", "bandwidth"), "x"),
