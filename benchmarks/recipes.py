@@ -93,6 +93,7 @@ def read(path: Path) -> Recipe:
     """Return the recipe that a YAML file describes."""
     config = resolve(with_published(Config(), values_in_file(path)))
     assert config.run.world_size is not None, path
+    assert config.placement.hardware is not None, path
     hardware = for_precision(profile(config.placement.hardware), config.precision.dtype)
     return Recipe(path, config, config.run.world_size, hardware)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from megavlm.command_line.parsing import parse
+from megavlm.command_line.parsing import parse, typed_options
 from megavlm.config.derived import starts_from
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config, ParallelConfig
@@ -24,7 +24,7 @@ def configured(argv: Sequence[str], *, world: int | None) -> Config:
         config = _sized(argv)
         check(replace(config, parallel=ParallelConfig()), world=1)
         return config
-    config, world = _laid_out(_sized(argv), world)
+    config, world = _laid_out(_sized(argv), world, argv)
     check(config, world=world)
     return config
 
@@ -37,7 +37,7 @@ def to_train(argv: Sequence[str], *, launched: int) -> tuple[Config, int]:
     config = _sized(argv)
     if config.run.dry_run and launched == 1:
         launched = config.run.world_size or 1
-    config, world = _laid_out(with_model(config, weights=not config.run.dry_run), launched)
+    config, world = _laid_out(with_model(config, weights=not config.run.dry_run), launched, argv)
     if not config.run.dry_run:
         check(config, world=world)
     return config, world
@@ -48,9 +48,9 @@ def _sized(argv: Sequence[str]) -> Config:
     return sizes(parse(argv, complete=sizes))
 
 
-def _laid_out(config: Config, launched: int) -> tuple[Config, int]:
+def _laid_out(config: Config, launched: int, argv: Sequence[str]) -> tuple[Config, int]:
     world = usable_world(config, launched)
-    return with_plan(config, world=world), world
+    return with_plan(config, argv, world=world), world
 
 
 def with_model(config: Config, *, weights: bool = True) -> Config:
@@ -93,11 +93,13 @@ def with_vocabulary(config: Config, *, otherwise: int) -> tuple[Config, str]:
     return resolve(config, vocab_size=found), unknown
 
 
-def with_plan(config: Config, *, world: int) -> Config:
-    """Return the configuration with the planner's layout if `--plan auto`; all ranks compute the same layout."""
+def with_plan(config: Config, argv: Sequence[str], *, world: int) -> Config:
+    """Return the configuration with the planner's layout if `--plan auto`, and with degrees that the command line
+    names as they are; all ranks compute the same layout.
+    """
     if config.placement.plan != "auto":
         return config
     from megavlm.planner.auto import planned
     from megavlm.train.build_source import vocab_size_of
 
-    return planned(config, world, vocab_size=vocab_size_of(config))
+    return planned(config, world, vocab_size=vocab_size_of(config), typed=typed_options(argv))

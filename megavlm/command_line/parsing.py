@@ -66,14 +66,20 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
         print(to_yaml(complete(config) if complete else config), end="")
         raise SystemExit(0)
     # A repeated flag may reset an earlier one to its default: scripts end with "$@".
-    words = Counter(word.partition("=")[0] for word in argv)
-    names = {option.path: (option.key, *option.flags, *option.negations) for option in options()}
-    typed = {path for path, spellings in names.items() if sum(words[each] for each in spellings) == 1}
+    typed = {path for path, times in typed_options(argv).items() if times == 1}
     # Some options have an effect only with certain models; the model is read only if an option seems to have none.
     asks = any(True for _ in idle(config, typed=typed))
     if complete and asks and (complaint := next(options_have_an_effect(complete(config), typed=typed), None)):
         raise UserError(complaint)
     return config
+
+
+def typed_options(argv: Sequence[str]) -> dict[tuple[str, ...], int]:
+    """Return how often a command line names each option, by flag or key, by the paths of those that it names."""
+    words = Counter(word.partition("=")[0] for word in argv)
+    names = {option.path: (option.key, *option.flags, *option.negations) for option in options()}
+    counts = ((path, sum(words[each] for each in spellings)) for path, spellings in names.items())
+    return {path: count for path, count in counts if count}
 
 
 # Pairs of options that set the same length: a flag for one replaces the other in a recipe or file.

@@ -192,10 +192,11 @@ class PlacementConfig:
         "Use the given layout and micro-batch size, or those that the planner predicts to be fastest (auto).",
         common=LAYOUT,
     )
-    hardware: str = option(
-        "cpu",
+    hardware: str | None = option(
+        None,
         "Device for --plan auto, and for the step time that --dry-run predicts: a100, h100, h200, b200, gh200, l40s, "
-        "l4, a cloud's machine type, cpu, or a JSON file from megavlm calibrate.",
+        "l4, a cloud's machine type, cpu, or a JSON file from megavlm calibrate; default: this machine's GPU; without "
+        "one h100, but cpu in fp32.",
     )
     pipeline_cuts: tuple[int, ...] | None = option(
         None,

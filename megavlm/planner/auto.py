@@ -8,7 +8,7 @@ indexing of data sets and downloads are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -23,36 +23,45 @@ from megavlm.config.messages import several
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.planner.candidates import Space
-from megavlm.planner.hardware import HOST_USABLE, Hardware, for_precision, profile
+from megavlm.planner.hardware import HOST_USABLE, Hardware, device_here, for_precision, profile, profile_of_device
 from megavlm.planner.host_memory import node_memory_error
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import Memory
 from megavlm.planner.search import search
 from megavlm.planner.step_time import StepEstimate, colocated_encoder, encoder_layers, step_of
+from megavlm.program import program
 from megavlm.resilience.phases import PARTS
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve, starts_from_weights
 
 
-def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Config:
+def planned(
+    config: Config, world: int, *, vocab_size: int | None = None, typed: Collection[tuple[str, ...]] = ()
+) -> Config:
     """Return the configuration with the fastest layout of `world` processes that a search finds, for `--plan auto`.
-    The layout offloads more than the configuration says only if no layout can run otherwise.
+    The layout offloads more than the configuration says only if no layout can run otherwise. Options that the user
+    `typed`, by their paths, keep their values.
 
     Raises UserError if no layout can run, with the most frequent reason.
     """
     if config.placement.plan != "auto":
         return config
-    hardware = profile(config.placement.hardware)
     run = resolve(config, vocab_size=vocab_size)
-    outcome = search(run, world, hardware, space=Space(offload=()), top=1)
+    if config.placement.hardware is None and (here := device_here()) and profile_of_device(here) is None:
+        raise UserError(
+            f"--plan auto has no profile of {here}: name a GPU like it by --hardware, as h100, or a file of "
+            f"{program('calibrate')}"
+        )
+    hardware = profile(name := device_of(run))
+    outcome = search(run, world, hardware, space=Space(offload=()), typed=typed, top=1)
     if not outcome.best:
-        outcome = search(run, world, hardware, top=1)
+        outcome = search(run, world, hardware, typed=typed, top=1)
     if not outcome.best:
         reasons = [each.reason for each in outcome.rejected]
-        common = max(set(reasons), key=reasons.count)
+        common = max(reasons, key=reasons.count)
         raise UserError(f"--plan auto finds no layout of {world} processes that can run: {common}")
     found = outcome.config(config)  # RUN_DIR/config.yaml stores a fixed layout: restarts do not search
-    return replace(found, placement=replace(found.placement, plan="manual"))
+    return replace(found, placement=replace(found.placement, plan="manual", hardware=name))
 
 
 def predict(config: Config, dims: Dims, hardware: Hardware) -> StepEstimate:
@@ -85,10 +94,14 @@ def offload_memory_error(config: Config, dims: Dims, *, node_memory: float, devi
     return node_memory_error(host, dims.world, hardware) if host else None
 
 
-def device_of(config: Config, *, on_gpu: bool) -> str:
-    """Return the hardware profile that a dry run assumes: --hardware, but h100 for `cpu` if the run is on GPUs."""
-    name = config.placement.hardware
-    return _profile(on_gpu) if name == "cpu" else name
+def device_of(config: Config) -> str:
+    """Return the hardware profile to assume: --hardware, else that of this machine's GPU (h100 if that has none);
+    without a GPU h100, but cpu in fp32.
+    """
+    if (given := config.placement.hardware) is not None:
+        return given
+    found = profile_of_device(here := device_here() or "")
+    return found.name if found else _profile(bool(here) or config.precision.dtype != "fp32")
 
 
 def _profile(on_gpu: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -10,6 +10,7 @@ from typing import Literal
 from megavlm.arch.dims import Dims, ScheduleName, with_dims
 from megavlm.arch.scenario import Offloaded, Recompute, Sharding
 from megavlm.config.schema import Config
+from megavlm.rules.fields import value_at
 
 _STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 
@@ -21,7 +22,7 @@ class Space:
     """Values of each degree and option that a search combines into layouts."""
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
-    pp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    pp: tuple[int, ...] = tuple(range(1, 33))  # those that divide the ranks
     vpp: tuple[int, ...] = (1, 2, 4)
     schedule: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1")  # GPipe takes as long, and more memory
     micro_batch: tuple[int, ...] = (1, 2, 4, 8)
@@ -36,8 +37,29 @@ class Space:
         ("optimizer", "parameters"),  # with ZeRO-3 alone
         ("optimizer", "activations", "parameters"),
     )
-    cp: tuple[int, ...] = (1, 2, 4, 8, 16)  # those that leave a rank `LEAST_PART` positions
+    cp: tuple[int, ...] = (1, 2, 4, 8, 16)  # if there are several, those that leave a rank `LEAST_PART` positions
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)  # of a mixture: those that divide its experts
+    etp: tuple[int | None, ...] = ()  # of a mixture; (): TP and 1
+
+
+# Options of a run that a search varies, by the field of `Space` that has their values.
+_VARIED = {
+    "tp": ("parallel", "tensor_model_parallel_size"),
+    "pp": ("parallel", "pipeline_model_parallel_size"),
+    "vpp": ("parallel", "virtual_pipeline_model_parallel_size"),
+    "micro_batch": ("train", "micro_batch_size"),
+    "recompute": ("execution", "recompute_granularity"),
+    "placement": ("placement", "encoder"),
+    "sharding": ("parallel", "data_parallel_sharding"),
+    "cp": ("parallel", "context_parallel_size"),
+    "ep": ("parallel", "expert_model_parallel_size"),
+    "etp": ("parallel", "expert_tensor_parallel_size"),
+}
+
+
+def fixed(space: Space, config: Config, typed: Collection[tuple[str, ...]]) -> Space:
+    """Return the space with the configured values of those options that a user `typed`."""
+    return replace(space, **{name: (value_at(config, path),) for name, path in _VARIED.items() if path in typed})
 
 
 @dataclass(frozen=True)
@@ -97,7 +119,7 @@ def candidates(
     encoders; `offload`: tensors that are offloaded in any case; `experts`: number of experts (0: dense).
     """
     # ZeRO-2 and 3 shard over all replicas, but only some of them hold the same experts.
-    kinds = tuple(kind for kind in space.sharding if not experts or kind in ("optimizer", "none"))
+    kinds = tuple(kind for kind in space.sharding if not experts or kind in ("optimizer", "none")) or space.sharding
     for dims in _degrees(world, space, length=length, experts=experts):
         for micro_batch in space.micro_batch:
             for placement in space.placement:
@@ -109,7 +131,7 @@ def candidates(
 
 def _degrees(world: int, space: Space, *, length: int, experts: int) -> Iterator[Dims]:
     for tp, cp, pp in product(space.tp, space.cp, space.pp):
-        if world % (tp * cp * pp) == 0 and (cp == 1 or length >= cp * LEAST_PART):
+        if world % (tp * cp * pp) == 0 and (cp == 1 or length >= cp * LEAST_PART or len(space.cp) == 1):
             for vpp, schedule in _orders(pp, space):
                 for ep, etp in _of_experts(world // pp, tp, space, experts):
                     yield Dims(tp, pp, vpp, world // (tp * cp * pp), cp, ep=ep, etp=etp, schedule=schedule)
@@ -118,7 +140,7 @@ def _degrees(world: int, space: Space, *, length: int, experts: int) -> Iterator
 def _orders(pp: int, space: Space) -> Iterator[tuple[int, ScheduleName | None]]:
     """Yield (VPP, schedule) for `pp` stages; None is the default schedule. A single stage counts as 1F1B."""
     if pp == 1:
-        yield from [(1, None)] * ("1f1b" in space.schedule)
+        yield from [(1, None)] * ("1f1b" in space.schedule and 1 in space.vpp)
         return
     for vpp in space.vpp:
         if vpp > 1 and "interleaved" in space.schedule:
@@ -130,6 +152,7 @@ def _orders(pp: int, space: Space) -> Iterator[tuple[int, ScheduleName | None]]:
 def _of_experts(stage: int, tp: int, space: Space, experts: int) -> Iterator[tuple[int, int | None]]:
     """Yield (EP, ETP) for the `stage` ranks of a pipeline stage; ETP None is its default, else it is TP or 1."""
     for ep in space.ep if experts else (1,):
-        for etp in (None, tp if ep > 1 else 1) if experts and tp > 1 else (None,):
+        usual = (None, tp if ep > 1 else 1) if experts and tp > 1 else (None,)
+        for etp in space.etp or usual:
             if experts % ep == 0 and stage % (ep * (etp or 1)) == 0:
                 yield ep, etp

@@ -6,9 +6,11 @@ machines are in `devices.toml`. `megavlm calibrate` measures a profile of the lo
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.option import Count, NotNegative, Positive
 from megavlm.errors import UserError
 from megavlm.json_files import read_json
-from megavlm.program import program
+from megavlm.program import output_of, program
 from megavlm.rules.fields import record_of
 
 
@@ -258,6 +260,14 @@ def profile_of_device(device_name: str) -> Hardware | None:
     if not fitting or "mig" in words:
         return None
     return PROFILES[max(fitting, key=lambda name: len(name.split("-")))]
+
+
+@cache
+def device_here() -> str | None:
+    """Return the name of this machine's first NVIDIA GPU, without starting CUDA; None if there is none to be seen."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    return (output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").partition("\n")[0] or None
 
 
 def profile(name: str) -> Hardware:

@@ -8,7 +8,7 @@ find the same layout.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.arch.workload import typical_workload
@@ -16,7 +16,7 @@ from megavlm.config.derived import has_vision
 from megavlm.config.derived import offloaded as kinds_offloaded
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.planner.candidates import Candidate, Space, candidates
+from megavlm.planner.candidates import Candidate, Space, candidates, fixed
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator, Rejected
 from megavlm.planner.hardware import Hardware, for_precision
 from megavlm.rules.check import idle, without_idle
@@ -56,18 +56,28 @@ def search(
     hardware: Hardware,
     *,
     space: Space | None = None,
+    typed: Collection[tuple[str, ...]] = (),
     top: int = 10,
     stages: Sequence[Hardware] = (),
 ) -> SearchResult:
-    """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run.
+    """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run. Raises
+    UserError if the space has no layout, or if a row has no room for its images.
 
+    `typed`: options that keep their values, by their paths.
     `stages`: the devices of equal runs of pipeline stages, if they differ; `hardware` then counts for everything but
     the pipeline's passes and memory.
     """
+    check_images(config)
     precision = config.precision.dtype
     own = [for_precision(each, precision) for each in stages]
     evaluator = LayoutEvaluator(config, for_precision(hardware, precision), stages=own)
-    return search_with(evaluator, world, space=space or Space(), top=top)
+    found = search_with(evaluator, world, space=fixed(space or Space(), config, typed), top=top)
+    if not found.tried:
+        raise UserError(
+            f"{world} processes have no layout of the given degrees and schedule: leave --tp, --cp, --pp, --vpp, --ep "
+            "or --schedule to the planner, or change the number of processes"
+        )
+    return found
 
 
 def search_with(evaluator: LayoutEvaluator, world: int, *, space: Space, top: int) -> SearchResult:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.configuration import with_model, with_vocabulary
-from megavlm.command_line.parsing import parse
+from megavlm.command_line.parsing import parse, typed_options
 from megavlm.config.messages import did_you_mean, plain, several
 from megavlm.config.schema import Config, DataConfig
 from megavlm.errors import UserError
@@ -25,7 +25,7 @@ from megavlm.planner.candidates import Space
 from megavlm.planner.evaluator import Estimate
 from megavlm.planner.hardware import MACHINES, PROFILES, Machine, find_machine, profile
 from megavlm.planner.report import report
-from megavlm.planner.search import check_images, search
+from megavlm.planner.search import search
 from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.load import to_yaml
@@ -51,7 +51,8 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         description="Rank the layouts of a model on a number of devices.",
-        epilog="All flags of a run are accepted as well, as --seq-length 8192 --gbs 256 --datasets train.jsonl.",
+        epilog="All flags of a run are accepted as well, as --seq-length 8192 --gbs 256 --datasets train.jsonl. "
+        "Degrees that are given, as --tp 8, micro-batch, recomputation, placement and sharding are not varied.",
         allow_abbrev=False,
     )
     what = parser.add_mutually_exclusive_group(required=True)
@@ -80,8 +81,6 @@ def _parser() -> argparse.ArgumentParser:
         help="GPUs of several types, as many of each: that of the first pipeline stages, of the next as many, …",
     )
     parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
-    parser.add_argument("--placement", choices=("stages", "colocated"), help="Search only this placement.")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")
     parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
     parser.add_argument("--top", type=count, default=10, metavar="N", help="Number of layouts to rank.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
@@ -97,28 +96,14 @@ def plan(options: argparse.Namespace) -> int:
     """
     given = configuration(options)
     config, unknown = with_vocabulary(given, otherwise=VOCABULARY)
-    check_images(config)
     machine = machine_of(options)
     name = options.gpu or "h100" if machine is None else machine.name
     stages = [profile(each) for each in options.stage_gpus]
     # Work of all stages together ends when the slowest GPU has done it.
     hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(name)
-    space = Space()
-    if options.placement is not None:
-        space = replace(space, placement=(options.placement,))
-    if options.recompute is not None:
-        space = replace(space, recompute=(options.recompute,))
-    if options.no_offload:
-        space = replace(space, offload=())
     hardware = replace(hardware, memory=max([hardware.memory, *(each.memory for each in stages)]))
-    outcome = search(
-        config,
-        options.gpus,
-        hardware,
-        space=space,
-        top=options.top,
-        stages=stages,
-    )
+    space, typed = Space(offload=()) if options.no_offload else None, typed_options(options.run)
+    outcome = search(config, options.gpus, hardware, space=space, typed=typed, top=options.top, stages=stages)
     if outcome.best and options.out is not None:
         write_out("--out", options.out, to_yaml(to_train(outcome.config(given), options)))
         print(f"wrote {options.out}")

@@ -53,7 +53,7 @@ def dry_run(config: Config, *, world: int) -> None:
     print(start_line(config, continued=continued))
     print(table(make_plan(config, dims), config))
     print(start_table(given, asked=requested))
-    name = device_of(config, on_gpu=config.precision.dtype != "fp32")
+    name = device_of(config)
     hardware = profile(name)
     step = predict(config, dims, hardware)
     print(memory_table(step.memory))

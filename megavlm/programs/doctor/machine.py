@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.planner.hardware import peak_tflops, profile_of_device
+from megavlm.program import output_of
 
 # Optional packages that are not in pyproject.toml.
 OTHERS = ("apex", "flash-attn", "triton")
@@ -142,15 +143,6 @@ def _error_of(program: str, *arguments: str, timeout: float) -> str | None:
         return None
     lines = done.stderr.strip().splitlines()
     return lines[-1][:200] if lines else f"ended with status {done.returncode}"
-
-
-def output_of(*command: str) -> str | None:
-    """Return the stdout of a command; None if it is not installed, fails, or takes over 30 s."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def gpus_here() -> list[str]:

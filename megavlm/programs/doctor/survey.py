@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from megavlm.parallel.rendezvous import Meeting, of_all_ranks
-from megavlm.programs.doctor.machine import output_of, rates_of, times_of
+from megavlm.program import output_of
+from megavlm.programs.doctor.machine import rates_of, times_of
 from megavlm.programs.doctor.problems import EXCHANGE, WITHIN, WORLD, Problem, Survey
 from megavlm.world import World
 

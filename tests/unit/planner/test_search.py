@@ -22,6 +22,7 @@ from megavlm.command_line.configuration import to_train
 from megavlm.command_line.parsing import parse
 from megavlm.config.optimizer_schema import newton_schulz_flops
 from megavlm.config.schema import AudioConfig, Config, DataConfig, ModelConfig, VisionConfig
+from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
 from megavlm.optim.codes import Coded
 from megavlm.planner.auto import offload_memory_error, planned, predict, start_estimate, starting_line
@@ -188,6 +189,7 @@ def test_schedules_are_candidates_of_a_search() -> None:
 def test_stages_of_faster_gpus_get_more_layers() -> None:
     space = Space(tp=(1,), pp=(1, 2), vpp=(1,), placement=("stages",), recompute=("none",), micro_batch=(1,), cp=(1,))
     config = replace(SMALL, model=replace(published_model("qwen2_5_vl_7b"), freeze=("vision", "language")))
+    config = replace(config, train=replace(config.train, seq_length=512))
     first = {}
     for stages in ("a100", "h100"), ("h100", "a100"):
         outcome = search(config, 4, PROFILES["a100"], space=space, top=1, stages=[PROFILES[each] for each in stages])
@@ -236,6 +238,25 @@ def test_plan_auto_settles_on_a_layout() -> None:
     assert planned(auto, 2) == config
     dry = f"{SMALL_FLAGS} --plan auto --hardware h100 --world-size 2 --dry-run".split()
     assert to_train(dry, launched=1) == to_train(dry, launched=2)
+    given, _ = to_train([*dry, "--tp", "2", "--set", "train.micro_batch_size=1"], launched=2)
+    assert (given.parallel.tensor_model_parallel_size, given.train.micro_batch_size) == (2, 1)
+    for flags in ("--tp 3", "--vpp 2 --pp 1", "--schedule zb-h1 --tp 2"):
+        with pytest.raises(UserError, match="2 processes have no layout of the given degrees"):
+            to_train([*dry, *flags.split()], launched=2)
+
+
+def test_plan_auto_plans_for_the_gpu_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = replace(SMALL, placement=replace(SMALL.placement, plan="auto"))
+    for name, known in (("NVIDIA H200", "h200"), (None, "h100")):
+        monkeypatch.setattr("megavlm.planner.auto.device_here", lambda name=name: name)
+        assert planned(auto, 2).placement.hardware == known
+    monkeypatch.setattr("megavlm.planner.auto.device_here", lambda: "NVIDIA GeForce RTX 4090")
+    with pytest.raises(UserError, match="no profile of NVIDIA GeForce RTX 4090: name a GPU like it by --hardware"):
+        planned(auto, 2)
+
+
+def test_three_nodes_may_be_three_stages() -> None:
+    assert {each.dims.pp for each in candidates(24, Space(), length=4096)} == {1, 2, 3, 4, 6, 8, 12, 24}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +270,7 @@ def test_published_sizes(name: str, billions: float) -> None:
     assert name in PUBLISHED
 
 
-NARROW = "--gpus 2 --placement stages --recompute none --top 3 --no-offload".split()
+NARROW = "--gpus 2 --placement stages --recompute-granularity none --top 3 --no-offload".split()
 
 
 def test_what_it_writes_trains_on_the_users_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
