@@ -164,10 +164,13 @@ def _is_unit(name: str, scenario: Scenario) -> bool:
 
 
 def _gathered(name: str, scenario: Scenario) -> float:
-    """Return the bytes of ZeRO-3's buffers: a layer's gathered weights and the prefetched ones of the next."""
+    """Return the bytes of ZeRO-3's buffers: a layer's gathered weights, the prefetched ones of the next, and gradients
+    of those that are trained.
+    """
     if scenario.sharding != "full" or not _is_unit(name, scenario):
         return 0.0
-    return rank_parameters(name, scenario) * 3 * scenario.bytes_each
+    trained = sum(updated_parameters(name, layout) for layout in scenario.layouts)
+    return (2 * rank_parameters(name, scenario) + trained) * scenario.bytes_each
 
 
 def _widened(names: Sequence[str], scenario: Scenario) -> float:
