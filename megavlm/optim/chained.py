@@ -61,8 +61,7 @@ class MeanGradientOptimizer(ChainedOptimizer):
         """Prepare the gradients of a step and return this rank's addend of ‖G‖² ([] float64, on the device); None if
         fp16 overflowed on any rank.
 
-        Of gradients that several ranks hold alike each counts its `share`, so that ‖G‖² is the sum over the world,
-        whichever parts a rank has: a pipeline stage without experts has no part for them.
+        Of gradients that several ranks hold alike each counts its `share`, so that ‖G‖² is the sum over the world.
         """
         if self.prepare_grads():
             return None

@@ -64,7 +64,6 @@ FAST = [
     ("cp2-ep2", "sigmoid", "--micro-batch-size 2 --moe-token-dispatcher-type allgather"),
     ("tp2-ep2-etp2", "biases", ""),
     ("tp2-etp1", "softmax", "--micro-batch-size 4 --data-parallel-sharding none"),
-    ("pp2-ep2", "softmax", "--pipeline-cuts 7 --data-parallel-sharding none"),  # the first stage has no experts
 ]
 OPTIONS = (
     ("softmax", "--moe-token-dispatcher-type allgather"),
@@ -81,6 +80,7 @@ SLOW = [
     *[(layout, *OPTIONS[place % len(OPTIONS)]) for place, layout in enumerate(LAYOUTS)],
     *[(layout, *OPTIONS[(place + 2) % len(OPTIONS)]) for place, layout in enumerate(LAYOUTS)],
     *[("ep2", "softmax", f"--micro-batch-size {size}") for size in (1, 2)],
+    ("pp2-ep2", "softmax", "--pipeline-cuts 7 --data-parallel-sharding none"),  # the first stage has no experts
     ("ep2-edp2", "softmax", "--overlap-grad-reduce --overlap-param-gather"),
     ("ep2", "softmax", "--offload optimizer activations"),
     ("tp2-ep2-edp2", "softmax", "--cp 2 --ep 4"),

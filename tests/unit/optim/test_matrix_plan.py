@@ -350,9 +350,7 @@ def test_one_division_is_two_passes(name: str, store: type[StateStore], clip: fl
 
 
 def test_an_overflow_of_any_part_lowers_the_loss_scale_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts are a part of their own, which a pipeline stage may lack, and may overflow alone; the loss has the scale
-    of the first part.
-    """
+    """Experts are a part of their own, and may overflow alone; the loss has the scale of the first part."""
 
     def part(*overflows: bool) -> Any:
         scaler, found = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, growth_interval=2, hysteresis=1), iter(overflows)
