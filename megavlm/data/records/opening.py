@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -135,9 +136,10 @@ def _finders(source: DatasetConfig) -> tuple[FindFile, FindVideo]:
             raise _wrong(source, f"has image_root={without_secrets(root)}, which {problem}")
         stored = partial(stored_below, root.rstrip("/"))
         return stored, partial(stored_video, stored)
-    if not Path(root).is_dir():
+    folder = Path(os.path.expanduser(root))  # behind a comma, no shell does
+    if not folder.is_dir():
         raise _wrong(source, f"has image_root={source.image_root}, which is not a folder: name the one with the images")
-    return partial(file_below, Path(root)), partial(video_below, Path(root))
+    return partial(file_below, folder), partial(video_below, folder)
 
 
 def files_of(source: DatasetConfig, *, every: bool = False) -> list[Path]:

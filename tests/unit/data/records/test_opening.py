@@ -111,11 +111,13 @@ def test_a_folder_is_its_files_by_name(folder: Path) -> None:
     assert records.label(2) == "b.jsonl:1"
 
 
-def test_images_lie_below_the_image_root(folder: Path) -> None:
+def test_images_lie_below_the_image_root(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere" / "d.jsonl").write_text(as_lines([llava(0), llava(1, "../a.jpg"), llava(2, "b.jpg")]))
     path = folder / "elsewhere" / "d.jsonl"
-    assert opened(path, image_root=str(folder)).read(0).images == (ImageRef((folder / "a.jpg").resolve()),)
+    monkeypatch.setenv("HOME", str(folder))
+    for root in (str(folder), "~"):
+        assert opened(path, image_root=root).read(0).images == (ImageRef((folder / "a.jpg").resolve()),)
     for index, reason in enumerate([Reason.MISSING, Reason.OUTSIDE, Reason.MISSING]):
         assert reason_of(opened(path).read, index) == reason
 
