@@ -185,7 +185,7 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
     """Return the time stamps of a clip's frames, from its packets. Raises BadSample if it has no frames or no end."""
     marks: list[int] = []
     keys: list[int] = []
-    packets = 0
+    packets = shown = 0
     for packet in container.demux(stream):
         if not packet.size:
             continue  # the mark of the end
@@ -194,7 +194,10 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
             raise BadSample(Reason.ENDLESS, f"the clip has more than {MAX_FRAMES} frames")
         stamp = packet.pts if packet.pts is not None else packet.dts
         is_hidden = stream.codec_context.name in _VP8 and not memoryview(packet)[0] & _SHOWN
-        if stamp is None or packet.is_discard or is_hidden:
+        if packet.is_discard or is_hidden:
+            continue
+        shown += 1
+        if stamp is None:
             continue
         marks.append(stamp)
         if packet.is_keyframe:
@@ -206,6 +209,9 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
         raise BadSample(Reason.TRUNCATED, f"the clip has {packets} frames of the {listed} that its header counts")
     # AVI and ASF store no presentation times, and FFmpeg's estimates of them are wrong for streams with B-frames.
     counted = container.format.name in ("avi", "asf") and stream.codec_context.name in ("h264", "hevc")
+    if 2 * len(marks) < shown:  # as of H.264 in a program stream, whose frames have no times but a few
+        rate, counted = (stream.average_rate or 25) * (stream.time_base or 1), True
+        marks = [round(number / rate) for number in range(shown)]
     return _Index(tuple(sorted(set(marks))), () if counted else tuple(sorted(keys)), counted)
 
 

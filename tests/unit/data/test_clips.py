@@ -43,9 +43,10 @@ def test_a_clip_of_one_key_frame(kind: str, count: int) -> None:
     assert numbers(content, tuple(range(count))) == list(range(count))
 
 
-@pytest.mark.parametrize("kind", ["avi", "asf"])
+@pytest.mark.parametrize("kind", ["avi", "asf", "mpeg"])
 def test_frames_of_containers_without_times_are_those_that_were_asked_for(kind: str) -> None:
-    content = clip(20, kind=kind, codec="libx264")
+    content = clip(20, kind=kind, codec="libx264", rate=25)
+    assert np.allclose(clips.probe(content, max_pixels=ANY).times, np.arange(20) / 25, atol=1e-3)
     assert [numbers(content, (number,)) for number in range(20)] == [[number] for number in range(20)]
     assert numbers(content, (1, 2, 7, 13, 19)) == [1, 2, 7, 13, 19]
 
