@@ -1,4 +1,4 @@
-"""`tools/prepare_data.py`: what goes in comes out of the tars, whole, in order, and the same each time."""
+"""`megavlm prepare`: what goes in comes out of the tars, whole, in order, and the same each time."""
 
 from __future__ import annotations
 
