@@ -309,7 +309,10 @@ CHAT = NamedTemplate(
     """\
 {% for message in messages %}\
 {{ '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' }}\
-{% if message.role == 'assistant' %}{{ '<think></think>' }}{% endif %}{{ message.content + '<|im_end|>' }}\
+{% if message.role == 'assistant' %}{{ '<think></think>' }}{% endif %}\
+{% for part in message.content %}{% if part.type == 'image' %}\
+{{ '<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\\n' }}\
+{% else %}{{ part.text }}{% endif %}{% endfor %}{{ '<|im_end|>' }}\
 {% endfor %}{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|><think></think>' }}{% endif %}""",
     needs=("<|im_user|>", "<|im_middle|>", "<|im_end|>"),
 )

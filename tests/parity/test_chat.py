@@ -289,7 +289,8 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
         "cohere": "cohere",
     }
     folder = folders_of.get(name, "llama")
-    tokenizer = HuggingFaceTokenizer.of(folders[folder])
+    image_text = "<|media_pad|>" if name == "kimi" else "<image>"
+    tokenizer = HuggingFaceTokenizer.of(folders[folder], image_text=image_text)
     chat = ChatFormat.of(tokenizer, template=name)
     assert chat.end_of_turn
     said = ("user", [None, "\nWhat is it?"]), ("assistant", "A cat."), ("user", "So?"), ("assistant", "No.")
@@ -299,8 +300,8 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
     assert [text.strip() for text in answers] == ["A cat." + chat.end_of_turn.strip(), "No." + chat.end_of_turn.strip()]
     assert (encoded.tokens == tokenizer.image).sum() == 5
     text = tokenizer.decode(encoded.tokens)
-    theirs = {"vicuna": "vicuna", "smolvlm": "smolvlm", "gemma": "gemma3", "gemma4": "gemma4"}.get(name)
-    if theirs is not None:
+    theirs = {"gemma": "gemma3"}.get(name, name)
+    if theirs in ("vicuna", "smolvlm", "gemma3", "gemma4", "kimi"):
         tokenizer.chat_template = TEMPLATES[theirs]
         assert text == tokenizer.decode(ChatFormat.of(tokenizer).encode(conversation, [IMAGE]).tokens)
 
@@ -398,10 +399,28 @@ def test_answers_of_muse_begin_with_their_recipient(folders: dict[str, Path]) ->
     assert trained_texts(chat, encoded)[-1] == " to=user<|message|>7<|eot|>"
 
 
+GEMMA4 = Case(TEMPLATES["gemma4"], "gemma4", Prompt("<|image|>", ("", ""), (5,)), "<|image|>")
+
+
+@pytest.mark.parametrize(("enable_thinking", "thoughts"), [(None, "<|channel>thought\n<channel|>"), (True, "")])
+def test_answers_follow_the_prompt_of_gemma4(enable_thinking, thoughts, folders):
+    """Its published template writes empty thoughts there, and none before answers: a server asks with the former."""
+    asks = "'<|turn>model\\n' + ('' if enable_thinking else '<|channel>thought\\n<channel|>')"
+    case = replace(GEMMA4, template=GEMMA4.template.replace("{{ '<|turn>model\\n' }}", f"{{{{ {asks} }}}}"))
+    chat = format_of(case, folders, enable_thinking=enable_thinking)
+    said = talk(("user", "So?"), ("assistant", "Yes."), ("user", "Why?"), ("assistant", "No."))
+    encoded = encode(chat, case, said)
+    text = chat.tokenizer.decode(encoded.tokens)
+    turn = "<|turn>user\n{}<turn|>\n<|turn>model\n" + thoughts + "{}<turn|>\n"
+    assert text == "<bos>" + turn.format("So?", "Yes.") + turn.format("Why?", "No.")
+    assert trained_texts(chat, encoded) == ["Yes.<turn|>", "No.<turn|>"]
+    assert text.startswith(chat.tokenizer.decode(chat.prompt(Conversation(said.turns[:3]), [])) + "No.")
+    assert [chat.tokenizer.decode([end]) for end in chat.thought_ends] == ["<channel|>"]
+
+
 def test_a_system_turn_that_a_template_takes_as_a_text(folders: dict[str, Path]) -> None:
-    case = Case(TEMPLATES["gemma4"], "gemma4", Prompt("<|image|>", ("", ""), (5,)), "<|image|>")
-    chat = format_of(case, folders)
-    encoded = encode(chat, case, talk(("system", "You see."), ("user", [None, "How many?"]), ("assistant", "7")))
+    chat = format_of(GEMMA4, folders)
+    encoded = encode(chat, GEMMA4, talk(("system", "You see."), ("user", [None, "How many?"]), ("assistant", "7")))
     assert chat.in_parts
     assert chat.tokenizer.decode(encoded.opening.tokens) == "<bos><|turn>system\nYou see.<turn|>\n"
     assert trained_texts(chat, encoded) == ["7<turn|>"]

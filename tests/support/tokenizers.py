@@ -23,7 +23,7 @@ SPECIALS = {
     "<image> <IMG_CONTEXT> <img> </img> <think> </think> <|video_pad|> <video>",
     "llama3": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <image>",
     "gemma": "<bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token> <image>",
-    "gemma4": "<pad> <bos> <|turn> <turn|> <|image> <|image|> <image|> <|video|> <image>",
+    "gemma4": "<pad> <bos> <|turn> <turn|> <|image> <|image|> <image|> <|video|> <image> <|channel> <channel|>",
     "mistral": "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [IMG] [IMG_BREAK] [IMG_END] <image>",
     "glm": "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|begin_of_image|> <|image|> "
     "<|end_of_image|> <|begin_of_video|> <|video|> <|end_of_video|> <image>",

@@ -19,6 +19,7 @@ from megavlm.data.chat.spans import (
     field_of_thoughts,
     image_style,
     openings_of,
+    silence_of,
     skeleton,
     source_of,
     takes_system_in_parts,
@@ -35,7 +36,8 @@ TrainOn = Literal["assistant", "last", "all"]
 _LETTERS = 2**22  # most characters of a conversation: to tokenize a million takes seconds and 300 MB
 _TURNS = 2048  # most turns of a conversation: the template is rendered for the prefix of each answer
 _SHAPES = 1024  # most conversation shapes that are cached
-_THOUGHT_ENDS = ("</think>", "<|message|>")  # of Qwen and others, of gpt-oss (before each of its channels)
+# Of Qwen and others, of gpt-oss (before each of its channels), of Gemma 4.
+_THOUGHT_ENDS = ("</think>", "<|message|>", "<channel|>")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class ChatFormat:
             in_parts, written = image_style(chosen, placeholder, tokenizer.image_text)
             of_system = in_parts and takes_system_in_parts(chosen)
             openings, end_of_turn = openings_of(chosen, in_parts, system_in_parts=of_system)
+            chosen = replace(chosen, silence=silence_of(chosen, in_parts))
         except TemplateError as error:
             raise UserError(
                 f"--chat-template {template} cannot be trained on: {error}; choose one of {', '.join(CHAT_TEMPLATES)}"
@@ -148,8 +151,8 @@ class ChatFormat:
     @property
     def thought_ends(self) -> tuple[int, ...]:
         """Return the tokens behind the last of which an answer follows its thoughts; () if the template has none."""
-        thinks = self.thoughts is not None or self._empties_thoughts
-        marks = (self.tokenizer.encode(mark).ids.tolist() for mark in _THOUGHT_ENDS if thinks)
+        source = self.template.source if self.template is not None else ""
+        marks = (self.tokenizer.encode(mark).ids.tolist() for mark in _THOUGHT_ENDS if mark in source)
         return tuple(ids[0] for ids in marks if len(ids) == 1)
 
     def prompt(self, conversation: Conversation, prompts: Sequence[Prompt]) -> NDArray[np.int64]:

@@ -29,6 +29,7 @@ Kind = tuple[str, tuple[str, ...] | None]  # role; its parts (text, image), or N
 GapOffset = tuple[int, int]  # number of a gap, offset in it
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
+_EMPTY_THOUGHTS = re.compile(r"\s*<[^<>]+>\w*\s*<[^<>]+>\s*")
 _BEGUN = re.compile(r"[<\[{#|/]+\w*$")  # a common beginning of two different marks, like the "<" of <|user|> and </s>
 
 
@@ -274,6 +275,19 @@ def field_of_thoughts(template: ChatTemplate, in_parts: bool) -> str | None:
             if word in template.render([{"role": "user", "content": content}, answer]):
                 return name
     return None
+
+
+def silence_of(template: ChatTemplate, in_parts: bool) -> tuple[str, str] | None:
+    """Return the text before an answer, and the empty thoughts that follow it in the generation prompt alone; None if
+    the template has none.
+    """
+    kinds = ("text",) if in_parts else None
+    talk, _ = marked((("user", kinds), ("assistant", kinds)))
+    asked, prompt, whole = template.render(talk[:1]), template.render(talk[:1], generate=True), template.render(talk)
+    before = whole[: whole.rindex("\ue000")]
+    header, thoughts = before.removeprefix(asked), prompt.removeprefix(before)
+    fits = asked + header + thoughts == prompt and header and _EMPTY_THOUGHTS.fullmatch(thoughts)
+    return (header, thoughts) if fits else None
 
 
 def openings_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,10 +26,15 @@ class TemplateError(ValueError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and the variables that it may use: special tokens (`bos_token`, …) and `enable_thinking`."""
+    """A chat template and the variables that it may use: special tokens (`bos_token`, …) and `enable_thinking`.
+
+    `silence` is the text before an answer, and empty thoughts that the template writes behind that text in the
+    generation prompt alone (Gemma 4). They are added before answers without thoughts, which follow that prompt.
+    """
 
     source: str
     specials: tuple[tuple[str, str | bool], ...] = ()
+    silence: tuple[str, str] | None = None
 
     def render(self, messages: Sequence[Message], *, generate: bool = False) -> str:
         """Render a conversation and return its text; `generate` adds the generation prompt, which precedes an answer.
@@ -38,6 +44,10 @@ class ChatTemplate:
         text, error = _RENDERER.ask([self.source, dict(self.specials), list(messages), generate])
         if text is None:
             raise TemplateError(error if error.isprintable() else ascii(error))  # a template may say anything
+        if self.silence is not None:
+            header, thoughts = self.silence
+            mark = thoughts.partition(">")[0]
+            text = re.sub(f"{re.escape(header)}(?!{re.escape(mark)})", lambda found: found[0] + thoughts, text)
         return text.replace(f"{EMPTY_THOUGHTS}<think>", "<think>")  # Kimi's writes them before an answer with thoughts
 
 
