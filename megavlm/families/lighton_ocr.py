@@ -82,4 +82,5 @@ FAMILY = Family(
     ),
     image_text=IMAGE,
     chat_template=CHATML,
+    runs="LightOnOcrForConditionalGeneration",  # also where folders name Mistral 3's type and spell the class otherwise
 )

@@ -181,10 +181,11 @@ def test_what_is_not_trained_is_exported_as_it_was(
 
 
 def test_a_folder_may_say_that_it_is_of_another_type(single: Single, tmp_path: Path) -> None:
-    """LightOnOCR was published as of Mistral 3's type: the architecture tells."""
+    """LightOnOCR was published as of Mistral 3's type: the architecture tells, in a spelling of its own."""
     folder = hf.save(tiny("lighton-ocr"), tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral3"}))
+    named = {"model_type": "mistral3", "architectures": ["LightOnOCRForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps(config | named))
     hf.assert_round_trip(folder, tmp_path, single)
     assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
 

@@ -93,7 +93,7 @@ class Family:
             if the family computes something else.
         processor: processor_config.json of a composed model, without its image token.
         complete: adds computations of config.json that Transformers' class leaves out to a loaded model.
-        runs: class of Transformers that computes what is trained, if folders name that of a larger model.
+        runs: class of Transformers that computes what is trained, if folders name another.
     """
 
     name: str
