@@ -308,7 +308,7 @@ class Output(LayerKind):
 
 def _pooled_bytes(scenario: Scenario) -> float:
     """Return the bytes that pooling saves: all hidden states in fp32 for the mean, else next to nothing."""
-    if scenario.model.objective.pooling == "last":
+    if scenario.model.objective.pooling != "mean":
         return 0.0
     return scenario.work.tokens * (scenario.model.language.hidden_size * FP32 + 8)
 

@@ -115,8 +115,11 @@ class ObjectiveConfig:
         flag="--objective",
         point="objectives",
     )
-    pooling: Literal["last", "mean"] = of_embeddings(
-        "last", "Embedding of a text: the state of its last token, or the mean over its tokens.", flag="--pooling"
+    pooling: Literal["last", "mean", "chat"] = of_embeddings(
+        "last",
+        "Embedding of a text: the state of its end token, the mean over its tokens, or, with the text as a user's turn "
+        "of the chat template and its instruction as the system's, the state before an answer (Qwen3-VL-Embedding).",
+        flag="--pooling",
     )
     temperature: Positive = of_embeddings(
         None, "Embeddings: divisor of cosines; if learned, its initial value. Default: 0.05, sigmoid: 0.1."

@@ -155,14 +155,18 @@ class Encoder:
         return replace(whole, members=tuple(members), cost=replace(whole.cost, language=language))
 
     def _text_tokens(self, text: Turn, layouts: Sequence[Layout]) -> NDArray[np.int64]:
-        """Return the tokens [L] of a query or document: its instruction, the text and the end token.
+        """Return the tokens [L] of a query or document: its instruction, the text and the end token, or those of a
+        chat that an answer would follow.
 
         Raises BadSample for a text without content.
         """
         options = self.config.model.objective
         prefix = options.query_prefix if text.role == "query" else options.document_prefix
-        parts = (prefix, *text.parts) if prefix else text.parts
         prompts = [layout.prompt for layout in layouts]
+        if options.pooling == "chat":
+            instruction = (Turn("system", (prefix,)),) if prefix else ()
+            return self.chat.prompt(Conversation((*instruction, Turn("user", text.parts))), prompts)
+        parts = (prefix, *text.parts) if prefix else text.parts
         return self.chat.encode(Conversation((Turn("text", parts),)), prompts).tokens
 
     def prompt(self, conversation: Conversation) -> Sample:

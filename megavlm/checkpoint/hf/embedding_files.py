@@ -17,7 +17,7 @@ from megavlm.json_files import check, read_json, whole
 
 _TOKENIZER = "tokenizer.json"
 _TEMPLATE = "TemplateProcessing"
-_POOLING = {"last": "lasttoken", "mean": "mean"}  # the names of Sentence Transformers
+_POOLING = {"last": "lasttoken", "mean": "mean", "chat": "lasttoken"}  # the names of Sentence Transformers
 # Files of a Sentence Transformers pipeline that are the same for all models, by name.
 _PIPELINE = Path(__file__).with_name("sentence_transformers.json")
 FILE = "megavlm_embedding.json"
@@ -28,12 +28,12 @@ PARTS_FILE = "megavlm_parts.json"
 def write_embedding_files(folder: Path, model: ModelConfig, scores: Mapping[str, float]) -> None:
     """Write the files that describe how an exported model computes embeddings.
 
-    `scores` has the scalars that turn cosines into the scores of the loss. `tokenizer.json` is changed so that it
-    appends the end token, whose hidden state may be the embedding, to each text. If it cannot be changed, the files
-    for Sentence Transformers are left out.
+    `scores` has the scalars that turn cosines into the scores of the loss. Unless texts are turns of a chat,
+    `tokenizer.json` is changed so that it appends the end token, whose hidden state may be the embedding, to each text.
+    If it cannot be changed, the files for Sentence Transformers are left out.
     """
     write_embedding_file(folder, model.objective, scores)
-    if end_texts(folder):
+    if model.objective.pooling == "chat" or end_texts(folder):
         write_sentence_transformers_files(folder, model.objective, width=model.language.hidden_size)
 
 
@@ -89,7 +89,7 @@ def read_embedding_file(folder: Path) -> ModelConfig:
         raise UserError(f"{folder} has no {FILE}: train a model that embeds, with --objective contrastive or sigmoid")
     found = read_json(folder / FILE)
     kinds = (*get_args(get_type_hints(ObjectiveConfig)["kind"]), *registered("objectives"))
-    if found.get("objective") not in kinds or found.get("pooling") not in ("last", "mean"):
+    if found.get("objective") not in kinds or found.get("pooling") not in _POOLING:
         raise UserError(f"{folder / FILE} names no objective or pooling that megavlm knows")
     values: dict[str, Any] = {name: found.get(name, getattr(ObjectiveConfig(), name)) for name in _OPTIONS}
     if not all(isinstance(values[name], str) for name in _OPTIONS[:3]):
@@ -100,8 +100,14 @@ def read_embedding_file(folder: Path) -> ModelConfig:
 
 def write_sentence_transformers_files(folder: Path, options: ObjectiveConfig, *, width: int) -> None:
     """Write a Sentence Transformers pipeline of model, pooling and normalisation, with the prefixes as its prompts."""
+    pipeline = read_json(_PIPELINE)
+    if options.pooling == "chat":  # texts and images become a user's turn, and a prompt the system's
+        model = pipeline["sentence_bert_config.json"]
+        kinds = model["modality_config"]
+        kinds["message"] = {**kinds["text"], "format": "structured"}
+        model["processing_kwargs"] = {"chat_template": {"add_generation_prompt": True}}
     files: dict[str, Any] = {
-        **read_json(_PIPELINE),
+        **pipeline,
         "config_sentence_transformers.json": {
             "model_type": "SentenceTransformer",
             "prompts": {"query": options.query_prefix, "document": options.document_prefix},

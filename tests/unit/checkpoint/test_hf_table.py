@@ -303,6 +303,12 @@ def test_without_a_tokenizer_of_its_own_format_there_is_no_pipeline(tmp_path: Pa
 
 def test_the_pipeline_says_what_the_run_did(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, CLASSES[0], begins=False)
+    before = (tmp_path / "tokenizer.json").read_bytes()
+    write_embedding_files(tmp_path, ModelConfig(objective=ObjectiveConfig(kind="contrastive", pooling="chat")), {})
+    assert (tmp_path / "tokenizer.json").read_bytes() == before
+    model = json.loads((tmp_path / "sentence_bert_config.json").read_text())
+    assert model["processing_kwargs"] == {"chat_template": {"add_generation_prompt": True}}
+    assert model["modality_config"]["message"]["format"] == "structured"
     options = ObjectiveConfig(kind="sigmoid", pooling="mean", query_prefix="find: ", document_prefix="see: ")
     write_embedding_files(tmp_path, ModelConfig(objective=options), {"temperature": 0.25, "sigmoid_bias": -8.0})
     assert json.loads((tmp_path / "1_Pooling/config.json").read_text())["pooling_mode"] == "mean"

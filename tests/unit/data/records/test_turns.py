@@ -596,6 +596,18 @@ def test_texts_are_embedded_one_by_one_behind_their_instruction(flags: list[str]
     assert batch.members[:, 0].tolist() == [0] * len(samples[0].members) + [1] * len(samples[1].members)
 
 
+def test_a_text_may_be_a_turn_of_a_chat(flags: list[str]) -> None:
+    """As in Qwen3-VL-Embedding: its instruction is the system's, and what precedes an answer ends it."""
+    chat = "--pooling chat --chat-template vicuna --query-prefix find: --seq-length 512".split()
+    source = FilesSource(resolved([*flags, *chat]))
+    query, *_ = source.load(Segment(0, source.encode(0).samples[0])).texts()
+    asked = source.conversation(0)[0].turns[0]
+    prompts = [layout.prompt for layout in source.visuals.layouts(asked.images)]
+    chatted = Conversation((Turn("system", ("find:",)), Turn("user", asked.parts)))
+    assert query.tokens.tolist() == source.chat.prompt(chatted, prompts).tolist()
+    assert query.tokens[-1] != source.tokenizer.eos
+
+
 def test_an_image_is_alone_where_its_text_has_no_other(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models cut an image into tiles if it is the only one."""
     source, counts = FilesSource(resolved(flags)), list[int]()
