@@ -11,7 +11,7 @@ from typing import Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
 from megavlm.families import internvl
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import tokens_and_pixels
 from megavlm.families.shared.language import language, language_table, types_of_layers
@@ -130,18 +130,6 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     return NumberedTiles(tile=tile, fewest=fewest, most=most, image_token=PATCH, **shared)
 
 
-CHAT = NamedTemplate(
-    "cohere",
-    """\
-{{ bos_token }}{% for message in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}\
-{% if message.role == 'assistant' %}\
-{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + message.content + '<|END_RESPONSE|>' }}\
-{% else %}{{ '<|SYSTEM_TOKEN|>' if message.role == 'system' else '<|USER_TOKEN|>' }}{{ message.content }}{% endif %}\
-{{ '<|END_OF_TURN_TOKEN|>' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}""",
-    needs=("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|USER_TOKEN|>"),
-)
-
 FAMILY = Family(
     name="aya_vision",
     model_types=("aya_vision",),
@@ -154,6 +142,6 @@ FAMILY = Family(
         replace(internvl.FAMILY.image_processors[0], build=build_processor, model_types=("aya_vision",)),
     ),
     image_text=PATCH,
-    chat_template=CHAT,
+    chat_template=template("cohere", "<|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|CHATBOT_TOKEN|> <|USER_TOKEN|>"),
     complete=complete,
 )

@@ -11,7 +11,7 @@ from typing import Any
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.families.llava import whole_table
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import tokens_and_pixels
 from megavlm.families.shared.language import language
@@ -66,18 +66,6 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     return Fitted(size=(side, side), least=options["min_size"], placeholder=IMAGE, image_token=IMAGE, **shared)
 
 
-CHAT = NamedTemplate(
-    "deepseek_vl",
-    """\
-{{ bos_token }}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}\
-You are a helpful language and vision assistant. You are able to understand the visual content that the user \
-provides, and assist the user with a variety of tasks using natural language.{% endif %}{{ '\\n\\n' }}\
-{% for message in messages %}\
-{% if message.role == 'user' %}{{ 'User: ' + message.content + '\\n\\n' }}{% endif %}\
-{% if message.role == 'assistant' %}Assistant: {{ message.content }}{{ eos_token }}{% endif %}\
-{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}""",
-)
-
 FAMILY = Family(
     name="deepseek_vl",
     model_types=("deepseek_vl",),
@@ -97,6 +85,6 @@ FAMILY = Family(
         ),
     ),
     image_text=IMAGE,
-    chat_template=CHAT,
+    chat_template=template("deepseek_vl"),
     unused=(r".*vision_model\.head\..*", r".*\.position_ids|.*\.rotary_emb\.inv_freq"),
 )

@@ -13,7 +13,7 @@ from typing import Any
 from megavlm.config.schema import LanguageConfig, ModelConfig
 from megavlm.families import qwen2_vl
 from megavlm.families.shared import qwen_vl
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import Family
 from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.language import language, types_of_layers
@@ -85,16 +85,6 @@ def video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoPro
     return None if built is None else replace(built, **_MARKS)
 
 
-CHAT = NamedTemplate(
-    "exaone4_5",
-    """\
-{% for message in messages %}{{ '<|' + message.role + '|>\\n' }}{{ message.content }}{{ '<|endofturn|>\\n' }}\
-{% endfor %}\
-{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
-    needs=("<|user|>", "<|assistant|>", "<|endofturn|>"),
-)
-
-
 FAMILY = Family(
     name="exaone4_5",
     model_types=_TYPE,
@@ -104,7 +94,7 @@ FAMILY = Family(
     image_processors=(replace(qwen_vl.PROCESSOR, classes=("Qwen2VL",), build=processor, model_types=_TYPE),),
     videos=replace(VIDEOS, classes=(), model_types=_TYPE, build=video),
     image_text=IMAGE,
-    chat_template=CHAT,
+    chat_template=template("exaone4_5", "<|user|> <|assistant|> <|endofturn|>"),
     name_prefixes=PREFIXES,
     unused=(r"mtp\..*",),
 )

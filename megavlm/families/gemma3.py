@@ -8,7 +8,7 @@ from typing import Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import Batch, Given, pixel_values
 from megavlm.families.shared.language import language_table
@@ -142,19 +142,6 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     return Framed(size=sides(options["size"], "size"), placeholder=START, image_token=IMAGE, **shared)
 
 
-CHAT = NamedTemplate(
-    "gemma",
-    """\
-{{ bos_token }}{% set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}\
-{% set first = 1 if system else 0 %}\
-{% for message in messages %}{% if message.role != 'system' %}\
-{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}\
-{{ system if loop.index0 == first }}{{ message.content | trim }}{{ '<end_of_turn>\\n' }}\
-{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}""",
-    needs=("<start_of_turn>", "<end_of_turn>"),
-)
-
-
 FAMILY = Family(
     name="gemma3",
     model_types=("gemma3",),
@@ -171,5 +158,5 @@ FAMILY = Family(
         ),
     ),
     image_text=IMAGE,
-    chat_template=CHAT,
+    chat_template=template("gemma", "<start_of_turn> <end_of_turn>"),
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.experts import gemma_experts
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import Batch, Given, feature_kinds
@@ -315,16 +315,6 @@ PIXELS: dict[str, Any] = {
     **{"resample": 3, "image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0), "do_normalize": False},
     **{"patch_size": 16, "pooling_kernel_size": 3},
 }
-CHAT = NamedTemplate(
-    "gemma4",
-    """\
-{{ bos_token }}{% for message in messages %}\
-{{ '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}\
-{{ message.content | trim }}{{ '<turn|>\\n' }}\
-{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}""",
-    needs=("<|turn>", "<turn|>"),
-)
-
 FAMILY = Family(
     name="gemma4",
     model_types=("gemma4",),
@@ -343,5 +333,5 @@ FAMILY = Family(
         build_video,
     ),
     image_text=IMAGE,
-    chat_template=CHAT,
+    chat_template=template("gemma4", "<|turn> <turn|>"),
 )

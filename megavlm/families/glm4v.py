@@ -17,7 +17,7 @@ import numpy as np
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.experts import glm_experts
 from megavlm.families.shared.family import Family, NamePrefixes, Predictors
 from megavlm.families.shared.language import is_tied, language_table, partly_turning, predictor_table
@@ -323,16 +323,6 @@ def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Vi
     return (Glm46Video if longer else GlmVideo)(**fields, longest=options["max_duration"])
 
 
-CHAT = NamedTemplate(
-    "glm4v",
-    """\
-[gMASK]<sop>{% for message in messages %}{{ '<|' + message.role + '|>\\n' }}{{ message.content }}\
-{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
-    needs=("[gMASK]", "<sop>", "<|user|>", "<|assistant|>"),
-)
-
-
 FAMILY = Family(
     name="glm4v",
     model_types=("glm4v", "glm46v"),
@@ -361,7 +351,7 @@ FAMILY = Family(
         build_video,
     ),
     image_text=IMAGE,
-    chat_template=CHAT,
+    chat_template=template("glm4v", "[gMASK] <sop> <|user|> <|assistant|>"),
 )
 
 MOE = replace(

@@ -17,7 +17,7 @@ from megavlm.arch.image_tokens import chunk_lengths, tokens_per_grid
 from megavlm.arch.layers import VISION_NORM
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.language import experts, language, language_table
@@ -304,19 +304,6 @@ _RANGES = {
     "temporal_patch_size": whole(1, _CHUNK),
 }
 _DEFAULTS = {**HALF_PIXELS, "size": {"max_height": 512, "max_width": 512}, "patch_size": 14, "merge_size": 2}
-CHAT = NamedTemplate(
-    "kimi",
-    """\
-{% for message in messages %}\
-{{ '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' }}\
-{% if message.role == 'assistant' %}{{ '<think></think>' }}{% endif %}\
-{% for part in message.content %}{% if part.type == 'image' %}\
-{{ '<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\\n' }}\
-{% else %}{{ part.text }}{% endif %}{% endfor %}{{ '<|im_end|>' }}\
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|><think></think>' }}{% endif %}""",
-    needs=("<|im_user|>", "<|im_middle|>", "<|im_end|>"),
-)
-
 FAMILY = Family(
     name="kimi_k25",
     model_types=("kimi_k25",),
@@ -341,7 +328,7 @@ FAMILY = Family(
         ranges=_RANGES,
     ),
     image_text=IMAGE,
-    chat_template=CHAT,
+    chat_template=template("kimi", "<|im_user|> <|im_middle|> <|im_end|>"),
     complete=complete,
     not_in_peft=("gate_proj", "up_proj", "down_proj"),
 )

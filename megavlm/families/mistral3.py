@@ -5,7 +5,7 @@ from __future__ import annotations
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
 from megavlm.families import llava, pixtral
 from megavlm.families.pixtral import IMAGE, PROCESSOR, inputs, vision, vision_table
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings
@@ -55,19 +55,6 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     }
 
 
-# Version 7 of Mistral's format: a separate system turn, and no spaces around messages.
-CHAT = NamedTemplate(
-    "mistral_v7",
-    """\
-{{ bos_token }}{% for message in messages %}\
-{% if message.role == 'system' %}[SYSTEM_PROMPT]{{ message.content }}[/SYSTEM_PROMPT]{% endif %}\
-{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]{% endif %}\
-{% if message.role == 'assistant' %}{{ message.content }}{{ eos_token }}{% endif %}\
-{% endfor %}""",
-    needs=("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
-)
-
-
 FAMILY = Family(
     name="mistral3",
     model_types=("mistral3",),
@@ -78,5 +65,5 @@ FAMILY = Family(
     unused=pixtral.FAMILY.unused,
     image_processors=(PROCESSOR,),
     image_text=IMAGE,
-    chat_template=CHAT,
+    chat_template=template("mistral_v7", "[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST]"),
 )

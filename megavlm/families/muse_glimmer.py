@@ -16,7 +16,7 @@ from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, 
 from megavlm.errors import UserError
 from megavlm.families import kimi_k25
 from megavlm.families.gemma4 import Budgeted, BudgetedFrames
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.language import language, language_table, types_of_layers
@@ -232,16 +232,6 @@ def _fields(options: Json, model: ModelConfig, shared: dict[str, Any], most: int
 
 
 _PIXELS: Json = {**HALF_PIXELS, "resample": 1, "patch_size": 14, "merge_size": 2}
-CHAT = NamedTemplate(
-    "muse",
-    """\
-{{ bos_token }}{% for message in messages %}\
-{{ '<|start|>' + message.role + (' to=user' if message.role == 'assistant' else '') + '<|message|>' }}\
-{{ message.content + '<|eot|>' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|start|>assistant to=user<|message|>' }}{% endif %}""",
-    needs=("<|start|>", "<|message|>", "<|eot|>"),
-)
-
 FAMILY = Family(
     name="muse_glimmer",
     model_types=("muse_glimmer",),
@@ -258,5 +248,5 @@ FAMILY = Family(
         build_video,
     ),
     image_text=IMAGE,
-    chat_template=CHAT,
+    chat_template=template("muse", "<|start|> <|message|> <|eot|>"),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families.llava import whole_table
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.qwen_vl import NativeResolution, native_bounds, text_model, with_defaults
@@ -122,17 +122,6 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     return Enlarged(**native_bounds(options, model), placeholder=START + IMAGE + END, image_token=IMAGE, **shared)
 
 
-CHAT = NamedTemplate(
-    "paddleocr_vl",
-    """\
-<|begin_of_sentence|>{% for message in messages %}\
-{% if message.role == 'system' %}{{ message.content + '\\n' }}{% endif %}\
-{% if message.role == 'user' %}{{ 'User: ' + message.content + '\\n' }}{% endif %}\
-{% if message.role == 'assistant' %}{{ 'Assistant: ' + message.content }}{{ eos_token }}{% endif %}\
-{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}""",
-    needs=("<|begin_of_sentence|>",),
-)
-
 FAMILY = Family(
     name="paddleocr_vl",
     model_types=("paddleocr_vl",),
@@ -151,7 +140,7 @@ FAMILY = Family(
         ),
     ),
     image_text=IMAGE,
-    chat_template=CHAT,
+    chat_template=template("paddleocr_vl", "<|begin_of_sentence|>"),
     # SigLIP's pooling head and a table of positions, neither of which affects the features.
     unused=(r".*\.vision_model\.head\..*", r".*\.packing_position_embedding\..*", r".*\.position_ids"),
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
 from megavlm.families import gemma3
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import Batch, Given, pixel_values
 from megavlm.families.shared.language import language_table, types_of_layers
@@ -86,17 +86,6 @@ def inputs(batch: Batch, model: ModelConfig) -> Given:
     return {"input_ids": batch.text.tokens, "token_type_ids": types, **pixel_values(batch, model.vision)}
 
 
-CHAT = NamedTemplate(
-    "paligemma",
-    """\
-{% for message in messages %}{% if message.role == 'assistant' %}\
-{% for part in message.content %}{{ part.text }}{% endfor %}{{ eos_token }}{% else %}\
-{% for part in message.content %}{% if part.type == 'image' %}<image>{% endif %}{% endfor %}\
-{{ bos_token if loop.first }}\
-{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{{ '\\n' }}\
-{% endif %}{% endfor %}""",
-)
-
 FAMILY = Family(
     name="paligemma",
     model_types=("paligemma",),
@@ -113,5 +102,5 @@ FAMILY = Family(
             model_types=("paligemma",),
         ),
     ),
-    chat_template=CHAT,
+    chat_template=template("paligemma"),
 )

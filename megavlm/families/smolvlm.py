@@ -17,7 +17,7 @@ import numpy as np
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import Batch, Given, pixel_values
 from megavlm.families.shared.language import language, language_table
@@ -171,17 +171,6 @@ def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Vi
     return TimedFrames(**fields, text="<image>", as_text=True)
 
 
-CHAT = NamedTemplate(
-    "smolvlm",
-    """\
-<|im_start|>{% for message in messages %}\
-{{ message.role | capitalize }}{{ ':' if message.content[0].type == 'image' else ': ' }}\
-{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}\
-{{ '<end_of_utterance>\\n' }}\
-{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}""",
-    needs=("<end_of_utterance>",),
-)
-
 FAMILY = Family(
     name="smolvlm",
     model_types=("smolvlm", "idefics3"),
@@ -209,6 +198,6 @@ FAMILY = Family(
         Budget(),
         build_video,
     ),
-    chat_template=CHAT,
+    chat_template=template("smolvlm", "<end_of_utterance>"),
     unused=(r".*\.rotary_emb\.inv_freq", r".*\.position_ids"),
 )
