@@ -48,8 +48,6 @@ def _attention(model: ModelConfig) -> Table:
     return names
 
 
-assert qwen3_vl.FAMILY.videos is not None
-
 FAMILY = replace(
     qwen3_vl.FAMILY,
     name="cosmos3_omni",
@@ -57,5 +55,4 @@ FAMILY = replace(
     table=table,
     name_prefixes=(PREFIXES[0], _AsDiffusers(), NamePrefixes()),
     unused=_GENERATORS,
-    videos=replace(qwen3_vl.FAMILY.videos, model_types=("cosmos3_omni",)),
 )

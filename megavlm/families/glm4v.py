@@ -339,7 +339,7 @@ FAMILY = Family(
     ),
     videos=VideoReader(
         ("Glm4v", "Glm46V"),
-        ("glm4v", "glm46v", "glm4v_moe"),
+        ("glm4v", "glm46v", "glm4v_moe", "glm_ocr"),
         {
             **CLIP_PIXELS,
             "size": {"shortest_edge": 112**2, "longest_edge": 28**2 * 60000},

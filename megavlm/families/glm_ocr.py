@@ -69,14 +69,11 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     return {**names, **glm4v.merger_table(model, prefixes), **glm4v.text_table(model, prefixes)}
 
 
-assert glm4v.FAMILY.videos is not None
-
 FAMILY = replace(
     glm4v.FAMILY,
     name="glm_ocr",
     model_types=("glm_ocr",),
     config=config,
     table=table,
-    videos=replace(glm4v.FAMILY.videos, model_types=("glm_ocr",)),
     unused=(r"model\.language_model\.layers\.16\..*",),  # a layer that predicts further tokens
 )

@@ -93,7 +93,7 @@ FAMILY = Family(
     table=table,
     inputs=inputs,
     name_prefixes=llava_prefixes(*NESTED_TOWERS),
-    unused=(r".*vision_tower\.(vision_model\.)?head\..*", r".*position_ids"),
+    unused=gemma3.FAMILY.unused,
     image_processors=(
         ProcessorReader(
             ("Siglip",),
