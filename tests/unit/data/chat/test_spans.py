@@ -17,43 +17,23 @@ from megavlm.data.chat.template import _RENDERER, ChatTemplate, TemplateError
 from megavlm.families import CHAT_TEMPLATES
 from megavlm.inputs.bad_sample import BadSample, Reason
 from tests.support.hostile import reason_of
+from tests.support.tokenizers import TEMPLATES
 
 SPECIALS = (("bos_token", "<s>"), ("eos_token", "</s>"))
 TALK = [("user", "Why? "), ("assistant", "So."), ("user", "<b>"), ("assistant", " Yes\n")]
 
-LLAMA2 = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
-    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-PHI3 = (  # what ends the conversation is not what ends a turn
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
-LAST_LINE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% if loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
-)
 SPACES = "{% for m in messages %}{{ m.role.upper() + ': ' + m.content + ' ' }}{% endfor %}"
-DATED = (
-    "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.mark.parametrize(
     ("template", "answers", "cuts", "opening"),
     [
-        (LLAMA2, ["So. </s>", "Yes </s>"], ["</s>", "</s>"], ""),
-        (GEMMA, ["So.<end_of_turn>", "Yes<end_of_turn>"], ["turn>\n", "turn>\n"], "<s>"),
-        (PHI3, ["So.<|end|>", " Yes\n<|end|>\n</s>"], ["<|end|>\n", "</s>"], ""),
-        (LAST_LINE, ["So.\n", " Yes\n\n</s>"], ["So.\n", "</s>"], ""),
+        (TEMPLATES["llama2"], ["So. </s>", "Yes </s>"], ["</s>", "</s>"], ""),
+        (TEMPLATES["gemma2"], ["So.<end_of_turn>", "Yes<end_of_turn>"], ["turn>\n", "turn>\n"], "<s>"),
+        (TEMPLATES["phi3"], ["So.<|end|>", " Yes\n<|end|>\n</s>"], ["<|end|>\n", "</s>"], ""),
+        (TEMPLATES["last_line"], ["So.\n", " Yes\n\n</s>"], ["So.\n", "</s>"], ""),
         (SPACES, ["So.", " Yes\n"], ["So. ", "\n "], ""),
-        (DATED, ["So.</assistant>", " Yes\n</assistant>"], ["assistant>"] * 2, "26 Jul 2024"),
+        (TEMPLATES["dated"], ["So.</assistant>", " Yes\n</assistant>"], ["assistant>"] * 2, "26 Jul 2024"),
         (CHAT_TEMPLATES["mistral"].jinja, [" So.</s>", "  Yes\n</s>"], ["</s>", "</s>"], "<s>"),
     ],
     ids=["llama2", "gemma", "phi3", "last line", "spaces", "dated", "mistral"],
