@@ -18,7 +18,6 @@
 # --device cpu rehearses on a CPU: toys are measured, tests are skipped with their reasons, a few layouts run on gloo.
 # PYTHON chooses the interpreter, PYTHONPATH is kept. Exit status 1 if any step failed.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 out='' wheels='' nccl='' device=cuda part='' minutes='' items='' rehearse='' python=${PYTHON:-python3}
 while [ $# -gt 0 ]; do
@@ -29,11 +28,13 @@ while [ $# -gt 0 ]; do
         *) echo "gpu_check.sh: unknown option $1: see the head of this file" >&2 && exit 2 ;;
     esac
 done
+for name in out wheels nccl; do [ -z "${!name}" ] || declare "$name=$(realpath -m -- "${!name}")"; done
+[[ $python != */* ]] || python=$(realpath -s -- "$python") # a link in a virtual environment stays one
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 [[ ${part:-1} =~ ^[1-5]$ ]] || { echo "gpu_check.sh: --part is 1, 2, 3, 4 or 5, not $part" >&2 && exit 2; }
 if [ -n "$minutes" ]; then others=$part${device#cuda}; else others=$items$rehearse; fi # options of the other way
 [ -z "$others" ] || { echo 'gpu_check.sh: --items and --rehearse need --minutes, which takes no --part or --device' >&2 && exit 2; }
 [ -z "$nccl" ] || [ -f "$nccl" ] || { echo "gpu_check.sh: --nccl $nccl is no file: name a libnccl.so.2" >&2 && exit 2; }
-[ -z "$nccl" ] || nccl=$(realpath "$nccl")
 if [[ $nccl = *.xz ]]; then
     unpacked=${TMPDIR:-/tmp}/megavlm-gpu-check-$(id -u)-libnccl.so.2
     "$python" -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
@@ -65,8 +66,7 @@ if [ -n "$minutes" ]; then
     exec "$python" tools/gpu_half_hour.py --minutes "$minutes" --spent "$SECONDS" ${items:+--items "$items"} ${nccl:+--nccl "$nccl"} \
         ${out:+--out "$out"} $rehearse
 fi
-out=${out:-gpu-check}
-mkdir -p "$out" && out=$(cd "$out" && pwd) || exit
+out=$(realpath -m "${out:-gpu-check}") && mkdir -p "$out" || exit
 
 size=(--rounds 2 --steps 5)
 if [ "$device" = cpu ]; then

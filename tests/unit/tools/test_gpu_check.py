@@ -48,15 +48,15 @@ class Shell:
     def run(self, *argv: str, found: str = "", status: int = 0) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "NCCL_"))}
         env = kept | {
-            "PYTHON": str(self.folder / "python"),
+            "PYTHON": "./python",
             "PATH": f"{self.folder}:{os.environ['PATH']}",
             "TMPDIR": str(self.folder / "temporary"),
             "FOUND": found,
             "SEEN": str(self.seen),
             "STATUS": str(status),
         }
-        command = [str(SCRIPT), "--part", "5", "--out", str(self.folder / "out"), *argv]
-        return subprocess.run(command, env=env, capture_output=True, text=True)
+        command = [str(SCRIPT), "--part", "5", "--out", "out", *argv]
+        return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
 
     def environment(self) -> dict[str, str]:
         return dict(line.split("=", 1) for line in (self.seen / "environment").read_text().splitlines() if "=" in line)
@@ -83,11 +83,12 @@ def test_where_ranks_cannot_share_a_device_one_line_says_why(check: Shell, found
     assert line.startswith("== layouts: skipped: ")
     assert reason in line
     assert not list(check.seen.iterdir()), "neither tests nor MPS"
+    assert (check.folder / "out/steps.tsv").exists(), "paths are those of the caller's folder"
 
 
 def test_ranks_share_the_first_device_under_mps_that_ends_with_the_check(check: Shell) -> None:
     (nccl := check.folder / "libnccl.so.2").touch()
-    ended = check.run("--nccl", str(nccl), found="1 23102")
+    ended = check.run("--nccl", nccl.name, found="1 23102")
     assert ended.returncode == 0, ended.stderr
     found = check.environment()
     assert found["LD_PRELOAD"] == str(nccl)
