@@ -38,8 +38,8 @@ TRAIN = "--seq-length 256 --global-batch-size 8 --micro-batch-size 4 --lr-warmup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objective", default="dpo")
-    parser.add_argument("--beta", type=float, default=0.1)
-    parser.add_argument("--rpo-alpha", type=float, default=0.0, help="of pairs: weight of the chosen answer's own loss")
+    parser.add_argument("--beta", type=float, help="default: the program's, 2.0 for simpo and else 0.1")
+    parser.add_argument("--rpo-alpha", type=float, help="of pairs: weight of the chosen answer's own loss")
     parser.add_argument("--steps", type=int, nargs=2, default=(400, 150), help="of questions, and of preferences")
     arguments = parser.parse_args()
     circumstances = record.circumstances()
@@ -50,8 +50,9 @@ def main() -> None:
         first, then = map(str, arguments.steps)
         trained(folder, "model", "questions", ["--train-iters", first, "--lr", "2e-3"])
         flags = ["--objective", arguments.objective]
-        flags += ["--set", f"model.objective.beta={arguments.beta}"] * (arguments.objective != "reward")
-        flags += [f"model.objective.rpo_alpha={arguments.rpo_alpha}"] * bool(arguments.rpo_alpha)
+        for option in ("beta", "rpo_alpha"):
+            if (value := getattr(arguments, option)) is not None:
+                flags += ["--set", f"model.objective.{option}={value}"]
         trained(folder, "questions", "pairs", [*flags, "--train-iters", then, "--lr", "5e-4"])
         figures = {
             f"{what}_{when}": share
