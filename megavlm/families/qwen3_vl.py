@@ -6,7 +6,8 @@ DeepStack's mergers have their norm after merging: they are layers `deepstack.*`
 pair of a video's frames is a run of tokens after a text with its time.
 
 Published files store the matrices of experts transposed. Transformers transposes such tensors when it loads them, and
-saves them in its own layout, so files of a model that it trained are not transposed.
+saves them in its own layout, so files of a model that it trained are not transposed. Quantized files may have a tensor
+for each matrix.
 """
 
 from __future__ import annotations
@@ -168,5 +169,5 @@ MOE = replace(
     name="qwen3_vl_moe",
     model_types=("qwen3_vl_moe",),
     config=moe_config,
-    name_prefixes=with_experts("stacked", "transposed"),
+    name_prefixes=with_experts("stacked", "transposed", "apart"),
 )

@@ -83,7 +83,8 @@ def compare(
     if checkpoint is not None:
         _load_exported(chunk, checkpoint, config)
     chunk.to(backend.device).eval()
-    theirs = transformers_model(pretrained.folder.path).to(backend.device)
+    held = torch.bfloat16 if pretrained.folder.remark else torch.float32  # as they are dequantized here
+    theirs = transformers_model(pretrained.folder.path, dtype=held).to(backend.device, torch.float32)
     scale, apart, same = 0.0, list[float](), list[float]()
     batches = synthetic_batches(config, samples, pretrained.tiling)
     for batch in batches:

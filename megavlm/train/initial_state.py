@@ -61,6 +61,9 @@ def initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> Wei
     """Return the function that sets the initial weights; None if the seed or `restore` sets them."""
     if choices.folders or not (pretrained_list := pretrained_of(config)):
         return None
+    for pretrained in pretrained_list:
+        if pretrained.folder.remark and dist.get_rank() == 0:
+            print(pretrained.folder.remark, flush=True)
     return partial(load_weights, pretrained_list=pretrained_list, config=config, vocab_size=vocab_size)
 
 

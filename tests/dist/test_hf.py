@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +17,9 @@ from megavlm.checkpoint.hf import hf_files
 from megavlm.errors import UserError
 from tests.support.covering import slow
 from tests.support.gates import EXPERT_LAYOUTS, LAYOUTS
-from tests.support.hf_layout import References, assert_layout, assert_losses, assert_packed, compare, run_at
+from tests.support.hf_layout import Reference, References, assert_layout, assert_losses, assert_packed, compare, run_at
 from tests.support.pool import Pools
+from tests.support.quantized_folders import quantized_and_plain
 from tests.support.tiny_models import FAMILIES, MIXTURES
 
 # The fast set: families of unlike parts where all kinds of cuts meet (the others have their tables in one process),
@@ -124,3 +127,23 @@ def test_a_value_that_one_rank_reads_and_that_is_none_ends_all(pools, references
     save_file(weights, file, metadata={"format": "pt"})
     said = pools(4).run(refusal, replace(references("qwen3-vl"), folder=folder), "--tp 2")
     assert said == [f"{name} of {folder} has values that are NaN or infinite: copy {file.name} again"] * 4
+
+
+def unlike(folders: Sequence[Path], layout: str) -> list[str]:
+    """Return this rank's weights that differ by the folder."""
+    held = []
+    for folder in folders:
+        with run_at(Reference("", folder, folder, folder, images=[[[]]]), layout) as run:
+            held.append([(s.key, s.data.clone()) for chunk in run.engine.model_chunks for s in chunk.module.shards()])
+    return [key for (key, one), (_, two) in zip(*held, strict=True) if not torch.equal(one, two)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("fp8-blocks", "--tp 2"), ("fp8-transposed", "--ep 2"), ("fp8-tensors", "--tp 2"), ("fp8-rows", "--tp 2")),
+        *(("int4", "--ep 2"), ("mxfp4", "--tp 2"), ("mxfp4", "--ep 2")),
+    ],
+)
+def test_quantized_weights_are_those_that_they_stand_for(pools: Pools, tmp_path: Path, name: str, layout: str) -> None:
+    assert pools(2).run(unlike, quantized_and_plain(name, tmp_path), layout) == [[], []]

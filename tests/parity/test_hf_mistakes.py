@@ -134,7 +134,6 @@ def test_what_is_no_model_is_refused(folder, capsys, damage, flags, expected):
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "holds quantized weights"),
         ({"text_config": {"quantization_config": {"quant_method": "compressed-tensors"}}}, "holds quantized weights"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "Mxfp4Config(dequantize=True), save that in bf16"),
         ({"text_config": {"model_type": "gpt_oss", "swiglu_limit": 5.0}}, "swiglu_limit = 5.0 is not supported"),
         ({"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported"),
         ({"vision_feature_layer": [1, 2]}, "vision_feature_layer = [1, 2] is not supported"),

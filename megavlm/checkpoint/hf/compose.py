@@ -13,7 +13,7 @@ from typing import Any
 from megavlm.arch.connector import connector_of
 from megavlm.arch.layers import part_of
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.checkpoint.hf.sidecar import FILES, NAME, Kept, copy_kept, write_sidecar, write_tensors
+from megavlm.checkpoint.hf.sidecar import FILES, NAME, Kept, copy_described, write_sidecar, write_tensors
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.chat.spans import image_style, source_of
 from megavlm.data.chat.template import ChatTemplate, TemplateError
@@ -70,7 +70,7 @@ def write_composed_sidecar(
     parts = {part: pretrained for pretrained in pretrained_list for part in pretrained.parts}
     target = parent / NAME
     for pretrained in (parts["vision"], parts["language"]):
-        copy_kept(pretrained.folder.path, target / FILES)
+        copy_described(pretrained.folder, target / FILES)
     _remove_index(target / FILES)
     replace_file(target / FILES / "config.json", json.dumps(described, indent=2, sort_keys=True) + "\n")
     family = family_of(Settings(described, "config.json"))
@@ -110,7 +110,7 @@ def write_part_sidecars(pretrained_list: Sequence[Pretrained], parent: Path, con
 
 def _write_part_of_larger(pretrained: Pretrained, part: str, target: Path, config: Config) -> None:
     """Write the sidecar of one part of a larger pretrained model, without weights of the other parts."""
-    copy_kept(pretrained.folder.path, target / FILES)
+    copy_described(pretrained.folder, target / FILES)
     _remove_index(target / FILES)
     spelling = pretrained.family.name_prefixes[pretrained.variant]
     beside = (name for name in pretrained.unused if name.startswith(getattr(spelling, part)) and name != spelling.head)

@@ -309,8 +309,8 @@ def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -
     if len(files) > 1:
         size = sum(_bytes(tensor) for held in files.values() for tensor in held.values())
         weight_map = {name: file for file, held in files.items() for name in held}
-        index: dict[str, Any] = read_json(folder / INDEX) if (folder / INDEX).exists() else {"weight_map": weight_map}
+        index: dict[str, Any] = read_json(folder / INDEX) if (folder / INDEX).exists() else {}
         metadata = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
-        if metadata.get("total_size") != size:
-            index["metadata"] = {**metadata, "total_size": size}
+        if metadata.get("total_size") != size or index.get("weight_map") != weight_map:
+            index |= {"metadata": {**metadata, "total_size": size}, "weight_map": weight_map}
             replace_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -43,6 +43,9 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Types that files may also have, and that hold weights only together with scales (`quantized.py`).
+_WITH_SCALES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
+STORED = DTYPES | _WITH_SCALES
 # Tensors are read and written in pieces of this size: small enough that the allocator reuses their memory.
 PIECE_BYTES = 16 * 2**20
 _COMPARED = 16  # rows of two matrices
@@ -99,9 +102,13 @@ class TensorInfo:
 class HfFolder:
     """Reads names, shapes and rows of the tensors of a Hugging Face folder. Threads may share it.
 
+    `remark` is what a run says of how it reads them.
+
     The safetensors library checks the files. Values are read without the library, at the offsets in the headers: the
     library maps files into memory, and values that were read stay in memory as long as the file is open.
     """
+
+    remark = ""
 
     def __init__(self, path: Path, *, weights: bool = True) -> None:
         """Find the weight files. Raises UserError if `path` is no folder or, with `weights`, if the folder holds no
@@ -129,19 +136,37 @@ class HfFolder:
                 if name in found:
                     raise UserError(f"{self.path}: {name} is in {found[name].file} and again in {file}: remove one")
                 found[name] = info
+        found = self.plain(found)
+        for name, info in found.items():
+            if info.dtype not in DTYPES:
+                where = f"{self.path / info.file}: {name}"
+                raise UserError(f"{where} is of type {info.dtype}, which cannot be read: save it as BF16 or F32")
         return found
 
+    def plain(self, stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Return what the folder's tensors stand for, by name, given those in its files."""
+        return stored
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of a tensor, unchecked."""
+        return self.stored_rows(self.tensors[name], start, stop)
+
+    def stored_rows(self, info: TensorInfo, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of a tensor in the files; a scalar is a row."""
+        trailing = info.shape[1:]
+        out = torch.empty((stop - start, *trailing), dtype=STORED[info.dtype])
+        with (self.path / info.file).open("rb", buffering=0) as file:
+            read_into(file.fileno(), out, info.offset + start * math.prod(trailing) * out.element_size())
+        return out
+
     def read(self, name: str, rows: slice) -> Tensor:
-        """Return rows of a tensor in the file's type, with all of its other dimensions; for a scalar, a tensor [].
+        """Return rows of a tensor in its type, with all of its other dimensions; for a scalar, a tensor [].
 
         Raises UserError for values that are NaN or infinite.
         """
         info = self.tensors[name]
-        height, *trailing = info.shape or (1,)
-        start, stop, _ = rows.indices(height)
-        out = torch.empty((stop - start, *trailing), dtype=DTYPES[info.dtype])
-        with (self.path / info.file).open("rb", buffering=0) as file:
-            read_into(file.fileno(), out, info.offset + start * math.prod(trailing) * out.element_size())
+        start, stop, _ = rows.indices((info.shape or (1,))[0])
+        out = self.rows(name, start, stop)
         # `aminmax` gives NaN and infinities back, with no copy: `isfinite` takes a hundred times as long.
         if out.is_floating_point() and out.numel() and not all(bound.isfinite() for bound in torch.aminmax(out)):
             raise UserError(f"{name} of {self.path} has values that are NaN or infinite: copy {info.file} again")
@@ -197,9 +222,6 @@ def _parsed(folder: Path, file: str, size: int, modified: int) -> dict[str, Tens
         length = int.from_bytes(opened.read(8), "little")
         described: dict[str, Any] = json.loads(opened.read(length))
     described.pop("__metadata__", None)
-    for name, entry in described.items():
-        if entry["dtype"] not in DTYPES:
-            raise UserError(f"{path}: {name} is of type {entry['dtype']}, which cannot be read: save it as BF16 or F32")
     return {
         name: TensorInfo(file, tuple(entry["shape"]), entry["dtype"], offset=8 + length + entry["data_offsets"][0])
         for name, entry in described.items()

@@ -17,6 +17,7 @@ from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, layer_names, part_of
 from megavlm.arch.objectives import HEAD, is_learned_scalar, objective_of
 from megavlm.checkpoint.hf.hf_files import DTYPES, HfFolder
+from megavlm.checkpoint.hf.quantized import opened
 from megavlm.checkpoint.hf.slices import RowReader, slice_of, widened, widest
 from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, ProjectorConfig, VisionConfig
@@ -69,18 +70,11 @@ class Pretrained:
         `feature_layer` takes features from another tower layer than config.json names. Of the multi-token prediction
         layers, the first `predictors` are part of the model. Without `weights`, the folder may have config.json alone,
         and the result may lack a table of tensors. Raises UserError if the folder's architecture lacks one of the
-        parts or some of the `predictors`, if its weights are quantized, or if they are far fewer than described.
+        parts or some of the `predictors`, if its weights are quantized in a way that cannot be read, or if they are far
+        fewer than described.
         """
-        folder = HfFolder(path, weights=weights)
+        folder = opened(path, weights=weights)
         family = family_of(folder.settings)
-        values = folder.settings.values  # Kimi-K2.5 says it of the language model
-        sections = [values, *(each for each in values.values() if isinstance(each, Mapping))]
-        said = (each.get("quantization_config") for each in sections)
-        if (quantized := next((each for each in said if each is not None), None)) is not None:
-            remedy = "name the folder of the model itself"
-            if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
-                remedy = "load it with Transformers' Mxfp4Config(dequantize=True), save that in bf16 and name it"
-            raise UserError(f"{path} holds quantized weights, which cannot be trained: {remedy}")
         is_whole = parts == ALL_PARTS and family.parts == LANGUAGE_ALONE  # its model has no vision encoder
         if missing := [part for part in parts if part not in family.parts and not is_whole]:
             raise UserError(

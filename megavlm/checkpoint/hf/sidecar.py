@@ -52,7 +52,7 @@ class Sidecar:
 
 def write_sidecar(pretrained: Pretrained, target: Path, config: Config) -> None:
     """Write the sidecar of a run that starts from `pretrained`, with this configuration, to the folder `target`."""
-    copy_kept(pretrained.folder.path, target / FILES)
+    copy_described(pretrained.folder, target / FILES)
     unused: Kept = {name: (pretrained.folder, name) for name in pretrained.unused}
     files = {name: info.file for name, info in pretrained.folder.tensors.items()}
     write_tensors(
@@ -107,6 +107,14 @@ def _is_rounded(key: str, types: Iterable[str], config: Config) -> bool:
     """
     held = DTYPES[_HELD[config.precision.dtype]]
     return not is_trained(key, config) and any(torch.promote_types(DTYPES[each], held) != held for each in types)
+
+
+def copy_described(folder: HfFolder, target: Path) -> None:
+    """Copy the files of a pretrained folder that an export keeps, without what they say of quantized weights."""
+    copy_kept(folder.path, target)
+    if folder.settings.values != read_json(target / "config.json"):
+        replace_file(target / "config.json", json.dumps(folder.settings.values, indent=2) + "\n")
+        (target / "hf_quant_config.json").unlink(missing_ok=True)  # ModelOpt's copy of it
 
 
 def copy_kept(source: Path, target: Path) -> None:

@@ -78,6 +78,17 @@ def whole_folder(folder: Path, data: bytes) -> None:
     assert len(Pretrained.of(folder, *ALL_PARTS).problems()) < 10**6
 
 
+def quantized(config: bytes) -> bytes:
+    """Return a config.json that says how weights are quantized."""
+    weights = {"num_bits": 4, "symmetric": True, "actorder": None, "block_structure": [1, 32]}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"0": {"weights": weights}},
+    }
+    return json.dumps({**json.loads(config), "quantization_config": said}).encode()
+
+
 def image_processor(folder: Path, data: bytes) -> None:
     """Read the options of an image processor and use it on three pictures, as a data worker does."""
     (folder / "preprocessor_config.json").write_bytes(data)
@@ -168,7 +179,7 @@ def jsons(values: list[dict[str, Any]]) -> list[bytes]:
 INDEX = b'{"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors"}}'
 READERS = {
     "config.json": Reader(config_json, lambda: CONFIGS),
-    "hugging face folder": Reader(whole_folder, lambda: CONFIGS, few=5),
+    "hugging face folder": Reader(whole_folder, lambda: [*CONFIGS, *map(quantized, CONFIGS[:2])], few=5),
     "preprocessor_config.json": Reader(image_processor, lambda: jsons(PROCESSORS), memory=2**31, few=40),
     "processor_config.json": Reader(
         processor_folder, lambda: jsons([{"image_processor": each} for each in PROCESSORS])
