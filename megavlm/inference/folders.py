@@ -72,22 +72,14 @@ class ModelFolder:
         values = {each: value_at(said, each.path) for each in options() if each.path not in without}
         return config, [f"{each.key}={json.dumps(as_data(v))}" for each, v in values.items() if v != each.default]
 
-<<<<<<< HEAD
 
 def begun_with_head(folder: Path) -> Config:
     """Return the configuration of a run that begins with a folder (`begun_with`); of a reward model's, to train it."""
-    from megavlm.checkpoint.hf.hf_files import HfFolder
     from megavlm.checkpoint.hf.pretrained import SCORE
+    from megavlm.checkpoint.hf.quantized import opened
 
-    scores = SCORE in HfFolder(folder / "language" if is_in_parts(folder) else folder).tensors
+    scores = SCORE in opened(folder / "language" if is_in_parts(folder) else folder).tensors
     return begun_with(folder, ModelConfig(objective=ObjectiveConfig(kind="reward" if scores else "next-token")))
-=======
-    def _has_reward_head(self) -> bool:
-        from megavlm.checkpoint.hf.pretrained import SCORE
-        from megavlm.checkpoint.hf.quantized import opened
-
-        return SCORE in opened(self.folder / "language" if is_in_parts(self.folder) else self.folder).tensors
->>>>>>> c2900ebd (Read FP8, MXFP4 and INT4 folders as the bf16 weights they stand for)
 
 
 def model_folder(place: str | Path, *, unexported: bool = False) -> ModelFolder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -242,6 +243,30 @@ def test_a_tower_that_rotates_halves_is_read_as_one_that_rotates_neighbours(sing
         one, other = (each.read_slice(key, shape, whole) for each in pretrained)
         assert torch.equal(one, other)
     hf.assert_round_trip(tmp_path / "loaded", tmp_path, single)
+
+
+def test_kimi_vl_is_kimi_k25_under_other_names(single: Single, tmp_path: Path) -> None:
+    folder, other = hf.save(tiny("kimi-moe"), tmp_path / "hf"), tmp_path / "vl"
+    shutil.copytree(folder, other)
+    weights = {as_kimi_is_published(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    for old, new in (("0", "linear_1"), ("2", "linear_2")):
+        for leaf in ("weight", "bias"):
+            weights[f"multi_modal_projector.{new}.{leaf}"] = weights.pop(f"mm_projector.proj.{old}.{leaf}")
+    weights = {re.sub(r"^mm_projector", "multi_modal_projector", name): each for name, each in weights.items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    tower = said["vision_config"]
+    tower |= {f"init_pos_emb_{side}": tower.pop(f"pos_emb_{side}") for side in ("height", "width")}
+    del said["tie_word_embeddings"], tower["pos_emb_time"]
+    (other / "config.json").write_text(json.dumps({**said, "model_type": "kimi_vl"}, indent=2))
+    ours, theirs = Pretrained.of(other, *ALL_PARTS), Pretrained.of(folder, *ALL_PARTS)
+    assert (ours.family.name, ours.model) == ("kimi_vl", theirs.model)
+    assert ours.problems() == []
+    assert ours.table.keys() == theirs.table.keys()
+    for key, rule in theirs.table.items():
+        for name, known in zip(ours.table[key].hf_names, rule.hf_names, strict=True):
+            assert torch.equal(ours.folder.read(name, slice(None)), theirs.folder.read(known, slice(None))), name
+    hf.assert_round_trip(other, tmp_path, single)
 
 
 def test_a_tied_output_layer_may_be_in_the_file_as_well(single: Single, tmp_path: Path) -> None:

@@ -356,6 +356,23 @@ def test_an_image_among_others_is_tiled_as_well() -> None:
         processor_from({"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": True}, model_of(14, merge=4))
 
 
+@pytest.mark.parametrize("size", [(28, 56), (30, 20), (60, 80), (200, 333), (1000, 15)])
+def test_kimi_vl_shrinks_by_patches_and_pads_below_and_at_the_right(size: tuple[int, int]) -> None:
+    code = {"AutoImageProcessor": "image_processing_kimi_vl.KimiVLImageProcessor"}
+    options = {"auto_map": code, "in_token_limit": 60, "pad_input": True, "merge_kernel_size": [2, 2]}
+    pixels = picture(*size)
+    shown = Image.fromarray(pixels)
+    if (count := (size[0] // 14) * (size[1] // 14)) > 60:
+        shown = shown.resize((int(size[1] * (60 / count) ** 0.5), int(size[0] * (60 / count) ** 0.5)), Image.BICUBIC)
+    expected = Image.new("RGB", (-(-shown.width // 28) * 28, -(-shown.height // 28) * 28))
+    expected.paste(shown, (0, 0))
+    ours = processor_from(options, model_of(14, merge=2), model_type="kimi_vl")
+    assert np.array_equal(ours.views(pixels)[0], np.asarray(expected))
+    assert ours.layout(*size).features == expected.width * expected.height // 28**2
+    with pytest.raises(UserError, match="pad_input true"):
+        processor_from({**options, "pad_input": False}, model_of(14, merge=2))
+
+
 def test_both_spellings_of_kimis_options() -> None:
     """Published folders nest them, under other names and beside code of their own."""
     nested = {"in_patch_limit": 60, "patch_limit_on_one_side": 15, "merge_kernel_size": 2, "fixed_output_tokens": None}
