@@ -11,7 +11,7 @@ from typing import Any
 from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
 from megavlm.families import kimi_k25
-from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.chat import template
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear
@@ -58,6 +58,6 @@ FAMILY = replace(
     name_prefixes=(replace(kimi_k25.PUBLISHED, projector="multi_modal_projector."),),
     image_processors=(ProcessorReader(("KimiVL",), _DEFAULTS, build_processor, ranges=_RANGES),),
     videos=None,
-    chat_template=NamedTemplate("kimi_vl", kimi_k25.CHAT.jinja.replace("<think></think>", ""), kimi_k25.CHAT.needs),
+    chat_template=template("kimi_vl", "<|im_user|> <|im_middle|> <|im_end|>"),
     complete=lambda model: None,
 )

@@ -281,15 +281,10 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
         "mistral_v7": "mistral",
         "deepseek_vl": "deepseek",
         "paddleocr_vl": "ernie",
-<<<<<<< HEAD
-=======
-        **{"kimi": "kimi", "kimi_vl": "kimi"},
-        "muse": "muse",
-        "cohere": "cohere",
->>>>>>> 98b85b30 (Train Kimi-VL on images)
+        "kimi_vl": "kimi",
     }
     folder = folders_of.get(name, name if name in folders else "llama")
-    image_text = "<|media_pad|>" if name == "kimi" else "<image>"
+    image_text = "<|media_pad|>" if name.startswith("kimi") else "<image>"
     tokenizer = HuggingFaceTokenizer.of(folders[folder], image_text=image_text)
     chat = ChatFormat.of(tokenizer, template=name)
     assert chat.end_of_turn
