@@ -105,7 +105,7 @@ def main() -> None:
 
 def table(sizes: Sequence[tuple[int, int]], *, repeats: int) -> list[dict[str, Any]]:
     """Measure and print every family with images of these sizes."""
-    results = []
+    results: list[dict[str, Any]] = []
     print("images/s and core; × is ours (fast) over Transformers'")
     print(f"{'family':16} {'image':>10}   {'JPEG → patches':>34}   {'pixels → patches':>34}   off")
     with sides_in_processes() as ask:
@@ -122,7 +122,7 @@ def table(sizes: Sequence[tuple[int, int]], *, repeats: int) -> list[dict[str, A
 
 
 @contextmanager
-def sides_in_processes() -> Iterator[Callable[[str, Size, str, str], float]]:
+def sides_in_processes() -> Iterator[Callable[..., float]]:
     """Yield a function of (family, size, scope, side) that runs the side once and returns its seconds."""
     with ExitStack() as stack:
         start = partial(ProcessPoolExecutor, 1, mp_context=multiprocessing.get_context("spawn"))

@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 356,
     "flags": 148,  # 150
     "code lines of tests": 37_665,  # 33,000
-    "words of documentation": 45_000,  # 45,000
+    "words of documentation": 39_500,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
@@ -65,9 +65,10 @@ def packages(found: Mapping[Path, int]) -> dict[str, tuple[int, int]]:
 
 
 def words() -> int:
-    """Return the number of words of the documentation."""
+    """Return the number of words of the documentation: what has a letter or a digit, so no bars and rules of tables."""
     pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+    found = (word for page in pages for word in page.read_text(encoding="utf-8").split())
+    return sum(any(map(str.isalnum, word)) for word in found)
 
 
 def counts() -> dict[str, int]:
