@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 309,
     "options": 356,
     "flags": 148,  # 150
-    "code lines of tests": 37_666,  # 33,000
+    "code lines of tests": 37_665,  # 33,000
     "words of documentation": 39_500,  # 45,000
 }
 _NO_CODE = {

@@ -22,7 +22,6 @@ ASKED = {
     "backend/installed.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",
     "checkpoint/staging.py": "waits for copies, pins memory: tests/fake (saved)",
     "programs/calibrate.py": "which rates are measured: tests/dist/test_calibrate.py runs the CPU's side alone",
-    "train/start.py": "the profile of a dry run, by --precision: tests/unit/config/test_cli.py",
     "rules/defaults.py": "the default that differs: tests/dist/test_gpu_defaults.py",
     "data/broadcast.py": "pins memory: tests/fake",
     "data/loader.py": "pins memory: tests/unit/pipeline/test_programs.py with stand-ins",
