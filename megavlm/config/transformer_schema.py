@@ -153,7 +153,9 @@ class LanguageConfig:
     embedding_scale: Positive = option(
         1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size)."
     )
-    embedding_norm: bool = option(False, "Normalize embeddings and features (RMS).")
+    embedding_norm: bool = option(
+        False, "Apply an RMS norm to token embeddings and image features before the first layer."
+    )
     window_size: Count | None = option(
         None,
         "Sliding window: each token attends to at most this many tokens, itself and those before it; default: to all "

@@ -208,7 +208,7 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
 
 
 def _turned(array: NDArray[Any], axes: str, orientation: int) -> NDArray[Any]:
-    """Return an array, whose axes have names as in "SYX", turned upright by a TIFF's orientation, 1 to 8."""
+    """Return an array turned upright by a TIFF's orientation (1 to 8); `axes` names its axes, as in "SYX"."""
     if orientation == 1:
         return array
     rows, columns = axes.index("Y"), axes.index("X")

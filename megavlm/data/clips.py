@@ -252,7 +252,7 @@ def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, V
 
 
 def _file(source: Source) -> IO[bytes]:
-    """Open a clip or a sound as a file: PyAV would interpret a name as a URL or a playlist. Raises BadSample."""
+    """Return a clip or a sound as an open file; given a name, PyAV would read URLs and playlists. Raises BadSample."""
     try:
         if isinstance(source, FileRange):
             return source.open()

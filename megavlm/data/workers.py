@@ -94,14 +94,20 @@ class WorkerPool:
         UserError, with the name of the sample, if several workers die or hang at one task.
         """
         room = threading.Semaphore(len(self._workers))  # tasks begin in the order in which they are submitted
+        failed, futures = threading.Event(), list[Future[Result]]()
 
-        def submitted(task: Any) -> Future[Result]:
+        def ended(future: Future[Result]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                failed.set()
+            room.release()
+
+        for task in tasks:
             room.acquire()
-            future = self._threads.submit(self._call, function, task)
-            future.add_done_callback(lambda _: room.release())
-            return future
-
-        return [future.result() for future in [submitted(task) for task in tasks]]
+            if failed.is_set():  # its error is raised below
+                break
+            futures.append(self._threads.submit(self._call, function, task))
+            futures[-1].add_done_callback(ended)
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """Kill the workers and drop their tasks. Further calls do nothing: two loaders may share the pool."""
@@ -368,10 +374,10 @@ def _work(source: FilesSource, pipe: Connection) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process use large blocks of memory again that it has freed, up to 256 MiB.
+    """Let this process reuse large blocks of memory that it has freed, up to 256 MiB.
 
-    By default glibc gives them back to the kernel, which clears each page of the next block. An image of two megapixels
-    has 7,500 of them on its way to patches: more than half of the processor time of decoding it.
+    By default glibc returns them to the kernel, which has to clear each page of the next block. On the way of an image
+    of two megapixels to patches these are 7,500 pages, and clearing them takes longer than decoding the image.
     """
     with contextlib.suppress(AttributeError):  # another C library
         for parameter, size in _KEPT.items():

@@ -171,8 +171,10 @@ class _Rows:
 
 
 class _Experts:
-    """Records the experts that a router chooses (megatron-core calls `get_replay_topk`), or replays those of another
-    model, pass by pass, where rounding explains that these have not the best scores here.
+    """Records the experts that a router chooses, or replays those of another model, pass by pass.
+
+    A choice is replayed where rounding explains that its scores are not the best here. megatron-core calls
+    `get_replay_topk`.
     """
 
     def __init__(self, *, replayed: deque[Tensor] | None = None, allowed: float = 0.0) -> None:

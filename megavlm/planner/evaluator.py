@@ -246,7 +246,7 @@ class LayoutEvaluator:
 
 @lru_cache(maxsize=1024)
 def _held(shape: PipelineShape) -> tuple[float, int]:
-    """Return Σ 1/h over ranks, each of whose chunks holds h micro-batches or more, and the largest h."""
+    """Return Σ 1/h over pipeline ranks, and the largest h: each chunk of a rank holds at least h micro-batches."""
     held = [max(1, min(chunks)) for chunks in peak_in_flight(shape)]
     return sum(1 / h for h in held), max(held)
 

@@ -107,8 +107,9 @@ class LayerProfiles:
 
 
 def least_work(seconds: Sequence[Array], *, pp: int, splits: bool = False) -> float:
-    """Return a lower bound of a micro-batch's seconds in all passes, added up over `pp` pipeline ranks, from
-    `LayerMeasures.seconds`. If it `splits`, backward passes leave out deferred weight gradients.
+    """Return a lower bound of the seconds that all passes of a micro-batch take, summed over `pp` pipeline ranks.
+
+    `seconds` are those of `LayerMeasures.seconds`. With `splits`, backward passes leave out deferred weight gradients.
     """
     forward, backward, issue, issue_back, weight, weight_launch = (float(each[-1]) for each in seconds)
     backward, issue_back = backward - splits * weight, issue_back - splits * weight_launch

@@ -40,7 +40,7 @@ VLLM = ROOT / "build/vllm"
 
 
 def train_and(send: Callable[[Any], None], argv: list[str], run_dir: str) -> None:
-    """Train, and call `send` with the run before it closes."""
+    """Train, then call `send` with the run, before its process groups are destroyed."""
     closing = loop.close
 
     def close(run: Any, error: BaseException | None = None) -> None:
@@ -171,7 +171,7 @@ class Wire:
 
 
 def transfer(argv: list[str], run_dir: str, out: str, packed: bool) -> None:
-    """Send the weights by vLLM's engines, of which rank 0 has both."""
+    """Send the weights by vLLM's engines; rank 0 runs the sender's and the receiver's."""
     train_and(partial(_transfer, out=out, packed=packed), argv, run_dir)
 
 

@@ -358,7 +358,7 @@ def test_thoughts_take_the_place_of_the_empty_ones_of_kimi(folders: dict[str, Pa
 
 
 def test_thoughts_that_a_template_takes_apart_from_the_answer(folders: dict[str, Path]) -> None:
-    """Qwen3.8's: thoughts are a field of their own, in all answers."""
+    """The template of Qwen3.8 has a field for thoughts, and renders those of all answers."""
     case = Case(TEMPLATES["qwen3_8"], "qwen", IMAGE, in_parts=False)
     chat = format_of(case, folders)
     said = talk(("user", "3 + 4?"), ("assistant", "<think>\nIt is blue.\n</think>\n\n7"), ("user", "So?"))

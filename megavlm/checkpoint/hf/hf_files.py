@@ -144,7 +144,7 @@ class HfFolder:
         return found
 
     def plain(self, stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """Return what the folder's tensors stand for, by name, given those in its files."""
+        """Return the folder's tensors, given those in its files by name: of a `QuantizedFolder` they differ."""
         return stored
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:

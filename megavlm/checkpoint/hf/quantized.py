@@ -107,7 +107,7 @@ def _schemes(said: Mapping[str, Any], where: str) -> Iterator[Scheme | None]:
 
 
 def opened(path: Path, *, weights: bool = True) -> HfFolder:
-    """Open a folder, one of quantized weights as a `QuantizedFolder`. Arguments and errors are those of `HfFolder`.
+    """Return an `HfFolder`, for quantized weights a `QuantizedFolder`. Arguments and errors are those of `HfFolder`.
 
     Raises UserError for weights that are quantized in another way than is known here.
     """
@@ -131,7 +131,7 @@ def opened(path: Path, *, weights: bool = True) -> HfFolder:
 
 @dataclass(frozen=True)
 class _Stored:
-    """The tensors of a quantized one: `blocks` has the number of its blocks, and `block` the size of one."""
+    """Both stored tensors of a weight, the number of its blocks in each dimension, and the size of a block."""
 
     numbers: TensorInfo
     scales: TensorInfo

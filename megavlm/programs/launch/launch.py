@@ -155,7 +155,7 @@ def _agents_here(job: Job, variables: Mapping[str, str], *, port: int) -> tuple[
     every = gpus_here() or map(str, range(job.world)) if visible is None else visible.split(",")
     gpus = [each for each in every if each not in ("", "-1")]  # none: nodes of CPUs
     if job.nodes > 1 and 0 < len(gpus) < job.world:
-        raise UserError(f"{job.world} processes need as many GPUs, and {len(gpus)} are visible: ask for fewer")
+        raise UserError(f"{job.world} processes need a GPU each, and {len(gpus)} are visible: ask for fewer")
     commands = []
     for node in range(job.nodes):
         command = agent(job, node, address="127.0.0.1", port=port)

@@ -84,7 +84,7 @@ def train_here(
     say: Callable[[str], None],
     profile: Sequence[str] = (),
 ) -> int:
-    """Train variants, `parallel` at a time, each on GPUs of its own; `profile` are words for `megavlm launch`.
+    """Train variants, `parallel` at a time, each on its own GPUs; `profile` is added to the words of `megavlm launch`.
 
     Return 75 if this process got a signal, else 1 if a variant failed, else 0. A signal is forwarded to the running
     variants, and no other variant starts after it. Raises UserError for too few GPUs.

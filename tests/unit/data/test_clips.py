@@ -79,7 +79,7 @@ def test_of_a_trimmed_clip_the_frames_that_are_left_are_read() -> None:
 
 
 def test_frames_that_are_never_shown_are_none_of_a_clip() -> None:
-    """VP8 has some to predict others from, in packets of their own."""
+    """VP8 has hidden frames, from which others are predicted, in packets of their own."""
     import av
 
     with (

@@ -91,6 +91,17 @@ def source_of(folder: Path) -> FilesSource:
     return FilesSource(parse([*SMALL, *sources_of(folder), "--seq-length", "96"]))
 
 
+def pool_in_thread(monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
+    """Return a pool whose one worker is no process, but the thread that would wait for it."""
+
+    def worker(source: Any) -> Any:
+        call = lambda function, task, memory: function(source, task)  # noqa: E731
+        return SimpleNamespace(call=call, lost=False, kill=lambda: None, close=lambda: None)
+
+    monkeypatch.setattr(workers, "_Worker", worker)
+    return WorkerPool(cast(Any, None), 1, timeout=0)
+
+
 def test_a_step_does_not_wait_for_a_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, both, order = threading.Event(), threading.Event(), list[str]()
 
@@ -99,12 +110,7 @@ def test_a_step_does_not_wait_for_a_whole_window(monkeypatch: pytest.MonkeyPatch
         both.wait()
         order.append(task)
 
-    def worker(source: Any) -> Any:
-        call = lambda function, task, memory: function(source, task)  # noqa: E731
-        return SimpleNamespace(call=call, lost=False, kill=lambda: None, close=lambda: None)
-
-    monkeypatch.setattr(workers, "_Worker", worker)
-    with closing(WorkerPool(cast(Any, None), 1, timeout=0)) as pool:
+    with closing(pool_in_thread(monkeypatch)) as pool:
         window, step = (threading.Thread(target=pool.map, args=(work, tasks)) for tasks in (["window"] * 9, ["step"]))
         window.start()
         begun.wait()
@@ -116,6 +122,19 @@ def test_a_step_does_not_wait_for_a_whole_window(monkeypatch: pytest.MonkeyPatch
         window.join()
         step.join()
     assert order[:2] == ["window", "step"]
+
+
+def test_no_task_begins_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[int]()
+
+    def work(source: Any, task: int) -> None:
+        begun.append(task)
+        if task == 1:
+            raise ValueError(task)
+
+    with closing(pool_in_thread(monkeypatch)) as pool, pytest.raises(ValueError, match="1"):
+        pool.map(work, range(9))
+    assert begun == [0, 1]
 
 
 @pytest.mark.slow

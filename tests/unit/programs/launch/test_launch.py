@@ -226,7 +226,7 @@ def test_a_dry_run_prints_what_would_be_sent(capsys: pytest.CaptureFixture[str],
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert main(["local", *sent.split(), "--", "--tp", "2"]) == (0 if shown else 2)
         out, err = capsys.readouterr()
-        assert f"CUDA_VISIBLE_DEVICES{shown}" in out or "4 processes need as many GPUs, and 2 are visible" in err
+        assert f"CUDA_VISIBLE_DEVICES{shown}" in out or "4 processes need a GPU each, and 2 are visible" in err
 
 
 def test_torchrun_leaves_its_ranks_the_grace_after_each_signal():
@@ -316,7 +316,7 @@ HERE = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "host", 
     [("(null)", "fake2", None), ("fake7,fake[8-9]", "fake7,fake[8-9],fake2", None), ("(null)", "fake2", "4")],
 )
 def test_a_job_starts_itself_again_without_the_faulty_node(before: str, after: str, task: str | None, tmp_path: Path):
-    """Nodes that were excluded stay out. The last task of an array has the array's number, and means itself alone."""
+    """The nodes that were excluded before stay excluded, and of an array only the task itself is requeued."""
     path = path_of(
         tmp_path,
         python='case "$3" in begin) echo file ;; end) echo again fake2 ;; esac',
