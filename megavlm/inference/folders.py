@@ -158,17 +158,19 @@ def _begun_with_files(checkpoint: Path) -> bool:
 
 
 def _export(checkpoint: Path, out: Path) -> None:
-    from megavlm import backend
-
-    backend.activate()
+    merge = bool(_saved(checkpoint).lora.rank)  # activates the backend
 
     from megavlm.checkpoint.hf.exporting import export_run
 
-    export_run(checkpoint, out, merge=bool(_saved(checkpoint).lora.rank), averaged=False)
+    export_run(checkpoint, out, merge=merge, averaged=False)
 
 
 def _saved(checkpoint: Path) -> Config:
     """Return the configuration of a checkpoint's model and adapters."""
+    from megavlm import backend
+
+    backend.activate()
+
     from megavlm.checkpoint.summary import model_of, read_summary
 
     return model_of(read_summary(checkpoint), checkpoint)

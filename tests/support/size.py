@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "megavlm", ROOT / "tests"
 # Lower one with each change that takes away; who raises one says in the commit by what. The goal stands behind it.
 CEILINGS = {
-    "code lines of the package": 49_665,  # 40,000
+    "code lines of the package": 49_666,  # 40,000
     "modules": 396,  # 380
     "code lines of the largest module": 309,
     "options": 356,
