@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megavlm.families.shared.family import ALL_PARTS
 from megavlm.programs import convert
 from megavlm.train import loop
 from megavlm.weights import Weights, _units
@@ -60,13 +59,14 @@ def train_and_send(argv: list[str], run_dir: str, port: int, adapters: bool) -> 
 def _send(run: Any, port: int, adapters: bool) -> None:
     weights = Weights(run.engine.trained(), run.config, run.run_dir, adapters=adapters, bucket_bytes=BUCKET)
     described = [(meta.name, str(meta.dtype), list(meta.shape)) for meta in weights.metadata()]
-    of_parts = (
-        {meta.name for meta in Weights(run.engine.trained(), run.config, run.run_dir, parts=parts).metadata()}
-        for parts in (("language",), tuple({*ALL_PARTS, "audio"} - {"language"}))
+    every, rest = {name for name, *_ in described}, set(weights._beside(weights._exported()))
+    parts = ("language",), ("vision", "projector")  # audio encoders are of these two
+    words, others = (
+        {meta.name for meta in Weights(run.engine.trained(), run.config, run.run_dir, parts=each).metadata()}
+        for each in parts
     )
-    words, others = next(of_parts), next(of_parts)
-    assert adapters or (words and not words & others and words | others == {name for name, *_ in described})
-    assert adapters or not any("vis" in name or "audio_tower" in name or "projector" in name for name in words)
+    assert adapters or (words and not words & others and words | others | rest == every)
+    assert adapters or not any("vis" in name or "audio_tower" in name for name in words)
     largest = 0 if adapters else max(BUCKET, *(unit.bytes for unit in _units(weights._exported())))
     store, group = None, None
     if dist.get_rank() == 0:
